@@ -1,0 +1,71 @@
+# Every target sets up what it needs first, and setting up twice costs nothing: `make help`.
+
+PYTHON ?= python3
+ARGS ?=
+BENCH ?= bench/run.py
+
+venv := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench clean
+
+help:
+	@echo "make train   run the demo: SFT, reward model and PPO on real text; ARGS='...' is passed to ppo-train demo"
+	@echo "make test    run the tests on every backend and instruction-set level of this machine"
+	@echo "make lint    check style and types"
+	@echo "make bench   run the benchmarks; ARGS='...' is passed to $(BENCH)"
+	@echo "make clean   remove what was built and the caches; .venv and runs stay"
+	@echo "PYTHON=python3.12 before the first run chooses the Python (3.10 or newer) of .venv"
+
+# The environment: made again when it is missing or broken, installed again when the pins change.
+.venv/.installed: pyproject.toml setup.py constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): 3.10 or newer is needed; say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(venv) -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "setup: creating .venv"; $(PYTHON) -m venv --clear .venv; }
+	@echo "setup: installing the pinned dependencies into .venv (some minutes the first time)"
+	@$(venv) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The native libraries: compiled again when a source changed. Without a compiler this warns and goes on.
+.venv/.native: .venv/.installed $(wildcard csrc/*)
+	@echo "setup: building the native libraries"
+	@$(venv) setup.py --quiet build_ext --inplace
+	@touch $@
+
+train: .venv/.native
+	@echo "train: ppo-train demo $(ARGS)"
+	@.venv/bin/ppo-train demo $(ARGS)
+
+# The default backend runs everything; the others must give the same numbers, so they run the tests of semantics.
+test: .venv/.native
+	@echo "test: everything, default backend"
+	@$(venv) -m pytest -q tests
+	@echo "test: semantics, reference backend"
+	@PPO_KERNELS_BACKEND=reference $(venv) -m pytest -q tests/semantics
+	@runnable=$$($(venv) -m ppo_kernels.doctor --levels | sort) && best=$$(echo "$$runnable" | tail -n 1) && \
+	for library in ppo_kernels/_native_*.so; do \
+	    [ -e "$$library" ] || continue; \
+	    level=$${library#*_native_}; level=$${level%.so}; \
+	    if ! echo "$$runnable" | grep -qx "$$level"; then echo "test: semantics, native $$level: skipped, this machine cannot run it"; \
+	    elif [ "$$level" != "$$best" ]; then \
+	        echo "test: semantics, native $$level"; \
+	        PPO_KERNELS_ISA=$$level $(venv) -m pytest -q tests/semantics || exit 1; \
+	    fi; \
+	done
+
+lint: .venv/.native
+	@echo "lint: ruff check, ruff format, mypy"
+	@$(venv) -m ruff check --quiet .
+	@$(venv) -m ruff format --quiet --check .
+	@$(venv) -m mypy
+
+bench: .venv/.native
+	@echo "bench: $(BENCH) $(ARGS)"
+	@$(venv) $(BENCH) $(ARGS)
+
+clean:
+	@echo "clean: build products and caches"
+	@rm -rf build dist *.egg-info .venv/.native ppo_kernels/_native_*.so
+	@rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find ppo_kernels tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
