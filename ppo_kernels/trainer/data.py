@@ -67,6 +67,7 @@ def fetch_sdist() -> Path:
     """
     path = cache_dir() / SDIST
     if not path.exists():
+        print(f"fetching {SDIST} (2.5 MB, once)", file=sys.stderr, flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             failure = _pip_download(Path(folder))

@@ -35,6 +35,7 @@ def demo(config: Config) -> Path:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     transformers.utils.logging.disable_progress_bar()  # one progress display is enough
+    split = load_split(config.data)  # first of all: without text there is no run and no folder
     folder = new_folder(Path(config.out), config.name)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
     (folder / "env.json").write_text(json.dumps(environment(), indent=1))
@@ -43,7 +44,6 @@ def demo(config: Config) -> Path:
     stages += [Stage("after", 5), Stage("report", 2)]
     with Log(folder, f"ppo_kernels demo · {folder}", stages, config.log.tensorboard) as log:
         log.begin("text")
-        split = load_split(config.data)
         prompts = make_prompts(split, config.data.prompt_words)
         tokenizer = train_tokenizer(split, config.model.vocab)
         sizes = f"{len(split.train)} train, {len(split.validation)} validation, {len(split.heldout)} held-out reviews"
