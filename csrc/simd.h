@@ -1,0 +1,165 @@
+// A thin vector type over the compiler's vector extensions: W floats, W fixed by the -march of this build.
+// Arithmetic, comparisons and selection are the built-in operators; only what they cannot say is spelled out below.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+// Sums run over LANES interleaved partial sums on every machine, so that the order of additions does not depend on W.
+constexpr int LANES = 32;
+constexpr int VECS = LANES / W;
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+static inline vf splat(float x) { return vf{} + x; }
+
+static inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// max(a, b) that returns b when either is NaN: a NaN in the data, passed as b, stays visible.
+static inline vf max_nan_b(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (vf)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// 2^t for -127 <= t <= 128, 0 at -127 (flushed below 2^-126), NaN for NaN; relative error below 2^-23.
+static inline vf exp2_nonpositive(vf t) {
+    const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 leaves round(t) + 127 in the low mantissa bits
+    vf shifted = t + magic;
+    vf f = t - (shifted - magic);  // in [-1/2, 1/2]
+    vf p = splat(1.5353362e-4f);
+    p = fma(p, f, splat(1.3398875e-3f));
+    p = fma(p, f, splat(9.61843692e-3f));
+    p = fma(p, f, splat(5.55033237e-2f));
+    p = fma(p, f, splat(2.40226477e-1f));
+    p = fma(p, f, splat(6.93147182e-1f));
+    p = fma(p, f, splat(1.0f));
+    return p * (vf)((vu)shifted << 23);
+}
+
+static inline vf load(const float* p) {
+    vf x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static inline vf load(const bf16* p) {
+    vh h;
+    std::memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+
+static inline vf load(const f16* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vh h;
+    std::memcpy(&h, p, sizeof h);
+    vu bits = __builtin_convertvector(h, vu);
+    vu magnitude = (bits & 0x7fff) << 13;
+    vf scaled = (vf)magnitude * 5.192296858534828e33f;  // 2^112 moves the exponent bias, subnormals included
+    vu special = (vu)((bits & 0x7c00) == 0x7c00);       // infinity and NaN
+    vu result = (special & (magnitude | 0x7f800000)) | (~special & (vu)scaled);
+    return (vf)(result | ((bits & 0x8000) << 16));
+#endif
+}
+
+static inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+
+static inline void store(bf16* p, vf x) {  // round to nearest even
+    vu u = (vu)x;
+    u += 0x7fff + ((u >> 16) & 1);
+    vh h = __builtin_convertvector(u >> 16, vh);
+    std::memcpy(p, &h, sizeof h);
+}
+
+static inline uint16_t half_from_float(float x) {  // round to nearest even
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    uint32_t sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+    if (a > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (a >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to infinity
+    if (a < 0x38800000) {                                 // subnormal: let the addition of 0.5 round it
+        float f;
+        std::memcpy(&f, &a, 4);
+        f += 0.5f;
+        std::memcpy(&u, &f, 4);
+        return uint16_t(sign | (u - 0x3f000000));
+    }
+    a += 0xfff + ((a >> 13) & 1) - 0x38000000;
+    return uint16_t(sign | (a >> 13));
+}
+
+static inline void store(f16* p, vf x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < W; ++i) p[i].bits = half_from_float(x[i]);
+#endif
+}
+
+template <class T>
+static inline void store_one(T* p, float x) {
+    T out[W];
+    store(out, splat(x));
+    *p = out[0];
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+    uint32_t u = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+static inline float to_float(f16 x) {
+    f16 lane[W] = {x};
+    return load(lane)[0];
+}
+
+// The sum over LANES partial sums, always in the same order: halves are added until one is left.
+static inline double sum_lanes(const vf* v) {
+    float lane[LANES];
+    for (int i = 0; i < VECS; ++i) store(lane + i * W, v[i]);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+    return lane[0];
+}

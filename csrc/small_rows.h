@@ -1,0 +1,73 @@
+// Small vocabularies (classic action spaces): LANES rows at a time, one row per lane, so that no lane idles and no sum is
+// taken across lanes. Same formulas, same treatment of the target, NaN and -inf as rows.h; columns are added in order.
+#pragma once
+#include "rows.h"
+
+constexpr int SMALL = 64;
+
+template <class T>
+struct SmallRows {
+    const T* x[LANES];  // nullptr: this lane is idle or its row is not valid
+    T* grad[LANES];
+    int64_t target[LANES];
+    float e[SMALL][LANES];  // logits, then exponentials
+    float t[SMALL][LANES];
+
+    // Reads the logits and fills e and t against the given maxima.
+    void exps(int n, float k, const float* max) {
+        for (int l = 0; l < LANES; ++l)
+            for (int j = 0; j < n; ++j) t[j][l] = x[l] ? to_float(x[l][j]) : 0.0f;
+        for (int l = 0; l < LANES; l += W)
+            for (int j = 0; j < n; ++j) {
+                vf tj = max_nan_b(splat(-127.0f), (load(t[j] + l) - load(max + l)) * k);
+                store(t[j] + l, tj);
+                store(e[j] + l, exp2_nonpositive(tj));
+            }
+    }
+
+    void stats(int n, double temperature, RowStats* out) {
+        const float k = float(LOG2E / temperature);
+        float max[LANES], rest[LANES], weighted[LANES];
+        for (int l = 0; l < LANES; ++l) {
+            max[l] = LOWEST;
+            for (int j = 0; j < n && x[l]; ++j) max[l] = std::max(max[l], to_float(x[l][j]));
+            if (!x[l]) max[l] = 0;
+        }
+        exps(n, k, max);
+        vi y[VECS];
+        for (int l = 0; l < LANES; ++l) reinterpret_cast<int32_t*>(y)[l] = int32_t(target[l]);
+        for (int v = 0; v < VECS; ++v) {
+            vf s{}, w{};
+            for (int j = 0; j < n; ++j) {
+                vf ej = load(e[j] + v * W);
+                ej = (vf)((vi)ej & (y[v] != j));  // the target is added last
+                s += ej;
+                w = fma(ej, load(t[j] + v * W), w);
+            }
+            store(rest + v * W, s);
+            store(weighted + v * W, w);
+        }
+        for (int l = 0; l < LANES; ++l)
+            if (x[l]) out[l] = with_target(rest[l], weighted[l], to_float(x[l][target[l]]), max[l], k, temperature);
+    }
+
+    // dL/dx from e and t as `stats` (or `exps`) left them.
+    void gradient(int n, double temperature, const RowGrad* r) {
+        float minus_c[LANES], minus_e[LANES], offset[LANES];
+        for (int l = 0; l < LANES; ++l) {
+            double per_p = 1 / (double(r[l].sum) * temperature);
+            minus_c[l] = float(-r[l].c * per_p), minus_e[l] = float(-r[l].e * per_p);
+            offset[l] = r[l].entropy - float(std::log(double(r[l].sum)));
+        }
+        for (int l = 0; l < LANES; l += W)
+            for (int j = 0; j < n; ++j) {
+                vf spread = fma(load(t[j] + l), splat(float(LN2)), load(offset + l));  // ln p + H
+                store(e[j] + l, load(e[j] + l) * fma(load(minus_e + l), spread, load(minus_c + l)));
+            }
+        for (int l = 0; l < LANES; ++l) {
+            if (!x[l]) continue;
+            for (int j = 0; j < n; ++j) store_one(grad[l] + j, e[j][l]);
+            write_target(grad[l], target[l], r[l], temperature);
+        }
+    }
+};

@@ -1,0 +1,137 @@
+// The PPO loss of one token: the same mathematics as _token_loss in ppo_kernels/reference.py, with the gradient written out.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+// ppo_kernels.config.LossParams: same numbers, same order. An option that is off is infinite.
+struct LossParams {
+    double ratio_low, ratio_high, dual_clip, log_ratio_clamp, entropy_coef, kl_coef, kl_estimator, kl_input_clamp,
+        kl_output_clamp, value_clip, vf_coef, value_loss_scale;
+};
+
+// Inputs and outputs of size N; nullptr where absent. `weight` is the share of each token in the loss.
+struct Tokens {
+    int64_t n;
+    const float *old_logprobs, *advantages;
+    const uint8_t* valid;
+    const float *weight, *ref_logprobs, *values, *old_values, *returns;
+    const uint8_t* value_valid;
+    const float* value_weight;
+    LossParams params;
+    float *grad_logprobs, *grad_entropy, *grad_values;
+};
+
+// ppo_kernels.metrics.NAMES: same sums, same order; before them the loss terms.
+struct Sums {
+    double policy = 0, entropy_term = 0, kl_term = 0, value_term = 0;
+    double tokens = 0, ratio = 0, kl_k1 = 0, kl_k2 = 0, kl_k3 = 0, clip_low = 0, clip_high = 0, dual_clip = 0, clamped = 0,
+           entropy = 0, ref_kl = 0, nonfinite = 0, value_tokens = 0, value_clipped = 0;
+    double ratio_max = -3.4028234663852886e38, minus_ratio_min = -3.4028234663852886e38;
+
+    void add(const Sums& o) {
+        const double* from = &o.policy;
+        double* to = &policy;
+        for (; to <= &value_clipped; ++to, ++from) *to += *from;
+        ratio_max = std::fmax(ratio_max, o.ratio_max);
+        minus_ratio_min = std::fmax(minus_ratio_min, o.minus_ratio_min);
+    }
+};
+
+struct Coefficients {
+    float logprob, entropy;
+};
+
+static inline float clamp(float x, float bound) { return x < -bound ? -bound : x > bound ? bound : x; }
+
+// value and d value / d(logprob) of the KL estimate; see kl_estimate in reference.py.
+static inline void kl_estimate(float log_ratio, const LossParams& p, float* value, float* slope) {
+    float d = clamp(log_ratio, float(p.kl_input_clamp)), cap = float(p.kl_output_clamp);
+    switch (int(p.kl_estimator)) {
+        case 0: *value = d, *slope = 1; break;
+        case 1: *value = 0.5f * d * d, *slope = d; break;
+        case 2: *value = float(std::expm1(-double(d)) + d), *slope = float(-std::expm1(-double(d))); break;
+        default: *value = std::fabs(d), *slope = float((d > 0) - (d < 0)); break;
+    }
+    if (std::fabs(*value) > cap) *value = clamp(*value, cap), *slope = 0;
+    if (std::fabs(log_ratio) > float(p.kl_input_clamp)) *slope = 0;
+}
+
+// Adds token i's share of the loss and metrics to `sums`; returns dL/dlogprob and dL/dentropy.
+static inline Coefficients token_loss(const Tokens& t, int64_t i, float logprob, float entropy, Sums& sums) {
+    if (t.valid && !t.valid[i]) return {0, 0};
+    const LossParams& p = t.params;
+    const float low = float(p.ratio_low), high = float(p.ratio_high), dual = float(p.dual_clip);
+    const float bound = float(p.log_ratio_clamp), A = t.advantages[i], weight = t.weight[i];
+
+    float log_ratio = logprob - (t.old_logprobs ? t.old_logprobs[i] : logprob);
+    bool is_clamped = std::fabs(log_ratio) > bound;
+    float x = clamp(log_ratio, bound);
+    float ratio = float(std::exp(double(x)));
+    bool clip_high = A > 0 && ratio > high, clip_low = A < 0 && ratio < low, clip_dual = A < 0 && ratio > dual;
+    float policy, slope = 0;
+    if (clip_high) policy = -high * A;
+    else if (clip_low) policy = -low * A;
+    else if (clip_dual) policy = -dual * A;
+    else if (A == 0 && !std::isnan(ratio)) policy = 0;
+    else policy = -A * ratio, slope = is_clamped ? 0 : policy;
+
+    float kl = 0, kl_slope = 0, token = policy;
+    if (t.ref_logprobs) {
+        kl_estimate(logprob - t.ref_logprobs[i], p, &kl, &kl_slope);
+        if (p.kl_coef != 0) slope += float(p.kl_coef) * kl_slope, token += float(p.kl_coef) * kl;
+    }
+    if (p.entropy_coef != 0) token -= float(p.entropy_coef) * entropy;
+
+    sums.tokens += 1;
+    sums.ratio += ratio;
+    sums.kl_k1 -= x;
+    sums.kl_k2 += 0.5 * double(x) * x;
+    sums.kl_k3 += std::expm1(double(x)) - x;
+    sums.clip_low += clip_low;
+    sums.clip_high += clip_high;
+    sums.dual_clip += clip_dual;
+    sums.clamped += is_clamped;
+    sums.entropy += entropy;
+    sums.ref_kl += kl;
+    sums.nonfinite += !std::isfinite(token);
+    sums.ratio_max = std::fmax(sums.ratio_max, ratio);
+    sums.minus_ratio_min = std::fmax(sums.minus_ratio_min, -ratio);
+    if (weight == 0) return {0, 0};  // adds nothing, whatever it holds
+    sums.policy += double(weight) * policy;
+    sums.entropy_term += double(weight) * entropy;
+    sums.kl_term += double(weight) * kl;
+    return {weight * slope, p.entropy_coef != 0 ? -weight * float(p.entropy_coef) : 0};
+}
+
+// The same for the value of step i; writes dL/dvalue.
+static inline void value_loss(const Tokens& t, int64_t i, Sums& sums) {
+    if (!t.values) return;
+    t.grad_values[i] = 0;
+    if (t.value_valid && !t.value_valid[i]) return;
+    const LossParams& p = t.params;
+    float v = t.values[i], ret = t.returns[i], error = v - ret, clip = float(p.value_clip);
+    bool clipped = false;
+    if (t.old_values) {
+        float moved = v - t.old_values[i];
+        float bounded = (moved > 0 ? t.old_values[i] + clip : t.old_values[i] - clip) - ret;
+        clipped = std::fabs(moved) > clip && bounded * bounded > error * error;
+        if (clipped) error = bounded;
+    }
+    sums.value_tokens += 1;
+    sums.value_clipped += clipped;
+    float weight = t.value_weight[i] * float(p.value_loss_scale);
+    if (weight == 0) return;
+    sums.value_term += double(weight) * error * error;
+    if (!clipped) t.grad_values[i] = float(p.vf_coef) * weight * 2 * error;
+}
+
+// loss, policy_loss, value_loss, kl and the metrics, from all sums.
+static inline void finish(const Sums& s, const LossParams& p, float* terms, float* metrics) {
+    double loss = s.policy;
+    if (p.entropy_coef != 0) loss -= p.entropy_coef * s.entropy_term;
+    if (p.kl_coef != 0) loss += p.kl_coef * s.kl_term;
+    loss += p.vf_coef * s.value_term;
+    terms[0] = float(loss), terms[1] = float(s.policy), terms[2] = float(s.value_term), terms[3] = float(s.kl_term);
+    const double* from = &s.tokens;
+    for (int i = 0; i < 16; ++i) metrics[i] = float(from[i]);
+}

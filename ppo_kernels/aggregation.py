@@ -1,0 +1,82 @@
+"""How per-token losses become one number: the weight of each token, so that loss = sum(weight * token loss).
+
+Every aggregation is a weighting that depends on masks alone, which is why the kernels need not know which one it is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_kernels.config import PPOLossConfig
+
+
+class Sequences(NamedTuple):
+    """Which sequence each of the N flat tokens belongs to. `index` [N] is None for padded [B, T] (then T > 0 is `width`)."""
+
+    count: int
+    width: int
+    index: Tensor | None
+
+    @staticmethod
+    def of(shape: torch.Size, cu_seqlens: Tensor | None, shift: bool) -> Sequences | None:
+        """From the shape of the scored tokens; None when there is no sequence structure (flat, without cu_seqlens)."""
+        if cu_seqlens is None:
+            width = shape[-1] if len(shape) > 1 else 0
+            return Sequences(shape[:-1].numel(), width, None) if len(shape) > 1 else None
+        count, n = cu_seqlens.shape[0] - 1, shape[0] + shift
+        index = torch.repeat_interleave(
+            torch.arange(count, device=cu_seqlens.device), cu_seqlens[1:] - cu_seqlens[:-1], output_size=n
+        )
+        return Sequences(count, 0, index[:-1] if shift else index)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """[count] -> [N]."""
+        if self.index is not None:
+            return per_sequence[self.index]
+        return per_sequence.reshape(-1, 1).expand(-1, self.width).reshape(-1)
+
+    def sum(self, per_token: Tensor) -> Tensor:
+        """[N] -> [count]."""
+        if self.index is not None:
+            return per_token.new_zeros(self.count).index_add(0, self.index, per_token)
+        return per_token.reshape(self.count, self.width).sum(-1)
+
+
+def token_weights(
+    like: Tensor,
+    valid: Tensor | None,
+    sequences: Sequences | None,
+    config: PPOLossConfig,
+    normalizer: float | Tensor | None,
+    scale: float | Tensor,
+) -> Tensor:
+    """Weights [N] with the dtype of `like` [N]; 0 for tokens that are not valid.
+
+    `normalizer` replaces the count of valid tokens ("token-mean") or of sequences (the others); a count of 0 divides by 1.
+    """
+    counted = torch.ones_like(like) if valid is None else valid.to(like.dtype)
+    if config.aggregation == "token-mean":
+        count = counted.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
+        return counted * (scale / _at_least_something(count))
+    if sequences is None:
+        raise ValueError(f"aggregation={config.aggregation!r} needs tokens of shape [B, T], or [N] with cu_seqlens")
+    lengths = sequences.sum(counted)
+    if normalizer is not None:
+        count = torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
+    elif config.agg_include_empty:
+        count = torch.full((), float(sequences.count), dtype=like.dtype, device=like.device)
+    else:
+        count = (lengths > 0).to(like.dtype).sum()
+    weight = scale / _at_least_something(count)
+    if config.aggregation == "seq-mean-token-mean":
+        return counted * sequences.expand(weight / _at_least_something(lengths))
+    if config.aggregation == "seq-mean-token-sum-norm":
+        weight = weight / config.agg_max_len  # type: ignore[operator]  # set, or the configuration would have been refused
+    return counted * weight
+
+
+def _at_least_something(count: Tensor) -> Tensor:
+    return torch.where(count > 0, count, torch.ones_like(count))

@@ -1,0 +1,106 @@
+"""Argument checks shared by the public functions. Every error is one sentence that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def plain(name: str, x: Tensor) -> Tensor:
+    """x itself, or the local tensor of a replicated DTensor; a sharded one is refused."""
+    if type(x).__name__ != "DTensor":
+        return x
+    if all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
+        local: Tensor = x.to_local()  # type: ignore[attr-defined]
+        return local
+    raise TypeError(f"{name} is a DTensor with placements {x.placements}, expected Replicate or a plain tensor")  # type: ignore[attr-defined]
+
+
+def tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    return plain(name, x)
+
+
+def floating(name: str, x: object, like: Tensor | None = None, shape: Sequence[int] | None = None) -> Tensor:
+    x = tensor(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    return matching(name, x, like, shape)
+
+
+def matching(name: str, x: Tensor, like: Tensor | None, shape: Sequence[int] | None) -> Tensor:
+    """Same device as `like`, exactly this shape: nothing broadcasts."""
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(x.shape)}, expected {list(shape)}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, expected {like.device} like the other inputs")
+    return x
+
+
+def eager_cpu(x: Tensor) -> bool:
+    """Whether values may be looked at: nowhere else without a device synchronisation or a graph break."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+
+
+def mask(name: str, x: object, like: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """A bool tensor from a mask of any dtype holding 0 and 1; None stays None (all valid)."""
+    if x is None:
+        return None
+    x = matching(name, tensor(name, x), like, shape)
+    if x.dtype == torch.bool:
+        return x
+    if x.is_complex():
+        raise TypeError(f"{name} must be bool, integer or float 0/1, got {x.dtype}")
+    if eager_cpu(x) and not bool(((x == 0) | (x == 1)).all()):
+        raise ValueError(f"{name} must hold only 0 and 1; weights go into token_weights")
+    return x != 0
+
+
+def logits_and_tokens(logits: object, tokens: object, shift: bool, vocab_size: int | None) -> tuple[Tensor, Tensor, int]:
+    """(logits, tokens, number of columns that exist)."""
+    logits, tokens = floating("logits", logits), tensor("tokens", tokens)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits has shape {list(logits.shape)}, expected [..., V] with V >= 1")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"tokens must be an integer tensor, got {tokens.dtype}")
+    matching("tokens", tokens, logits, logits.shape[:-1])
+    if shift and (tokens.dim() == 0 or tokens.shape[-1] == 0):
+        raise ValueError(f"tokens has shape {list(tokens.shape)}, but shift=True needs a sequence of at least 1 token")
+    columns = logits.shape[-1] if vocab_size is None else vocab_size
+    if isinstance(columns, bool) or not isinstance(columns, (int, torch.SymInt)):
+        raise TypeError(f"vocab_size must be an int or None, got {vocab_size!r}")
+    if not 1 <= columns <= logits.shape[-1]:
+        raise ValueError(f"vocab_size is {vocab_size}, expected 1 <= vocab_size <= {logits.shape[-1]}, the logits' last axis")
+    return logits, tokens, columns
+
+
+def positive_temperature(temperature: object) -> float:
+    if isinstance(temperature, Tensor) or isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a Python number, got {type(temperature).__name__}")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, expected a finite number > 0")
+    return float(temperature)
+
+
+def cu_seqlens(x: object, like: Tensor, length: int) -> Tensor:
+    """int64 [B + 1], 0 = x[0] <= x[1] <= ... <= x[B] = length (values are checked on a CPU)."""
+    x = matching("cu_seqlens", tensor("cu_seqlens", x), like, None)
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {x.dtype}")
+    if x.dim() != 1 or x.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {list(x.shape)}, expected [B + 1]")
+    if eager_cpu(x):
+        first, last = int(x[0]), int(x[-1])
+        if first != 0 or last != length or bool((x[1:] < x[:-1]).any()):
+            raise ValueError(f"cu_seqlens must rise from 0 to {length}, the packed length, got {x.tolist()}")
+    return x.to(torch.int64)
+
+
+def not_yet(**options: object) -> None:
+    """NotImplementedError naming the first option that is given but not supported."""
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet")

@@ -1,0 +1,283 @@
+"""The PPO loss: from logits (`fused_ppo_loss`) or from given log-probs (`ppo_loss`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_kernels import checks
+from ppo_kernels.aggregation import Sequences, token_weights
+from ppo_kernels.autograd import FusedLoss, RowOptions, RowStats, TokenLoss
+from ppo_kernels.config import PPOLossConfig
+from ppo_kernels.logprobs import scored_shape
+from ppo_kernels.metrics import PPOMetrics
+from ppo_kernels.reference import TokenInputs, accumulate_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DEFAULT = PPOLossConfig()
+
+
+class PPOLossOutput(NamedTuple):
+    """loss = policy_loss - entropy_coef * entropy + kl_coef * kl + vf_coef * value_loss, each aggregated and scaled.
+
+    loss: differentiable scalar, fp32 (fp64 for fp64 inputs). logprobs, entropy: per token, detached, 0 where masked; entropy is
+    None when it was not computed. policy_loss, value_loss, kl: detached scalars (0 without values, without ref_logprobs).
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    policy_loss: Tensor
+    value_loss: Tensor
+    kl: Tensor
+    metrics: PPOMetrics
+
+
+def fused_ppo_loss(
+    logits: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    config: PPOLossConfig = DEFAULT,
+    values: Tensor | None = None,
+    old_values: Tensor | None = None,
+    returns: Tensor | None = None,
+    value_mask: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    loss_scale: float | Tensor = 1.0,
+    shift: bool = False,
+    inplace_grad: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> PPOLossOutput:
+    """The PPO loss of a batch straight from logits; the softmax is never stored.
+
+    Let [...] be the shape of the scored tokens: tokens.shape, or [..., S - 1] with shift. Then
+
+    Args:
+        logits: [..., V] bf16, fp16, fp32 or fp64; row t scores tokens[t]. Any strides.
+        tokens: integers in [0, V).
+        old_logprobs: [...], log-probs (nats) under the policy that made the tokens; None: the current ones (ratio 1, with
+            gradient).
+        advantages: [...], or one per sequence: [B] for [B, T], or for packed tokens with cu_seqlens [B + 1].
+        mask: [...] bool, integer or float 0/1. Masked slots may hold anything, NaN included: they are not read.
+        config: what to compute, see PPOLossConfig.
+        values, old_values, returns: [...], new and old value of the state before each token, and its target. values and
+            returns come together; config.value_clip needs old_values.
+        value_mask: [...]; default: mask.
+        ref_logprobs: [...], log-probs under the reference policy; config.kl_coef needs them.
+        token_weights: [...], multiplies each token's policy, KL and entropy loss, not the denominator.
+        cu_seqlens: [B + 1] int32, for packed tokens [N]: sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
+        normalizer: the count to divide by instead of this batch's: valid tokens for "token-mean", sequences for the others.
+            Give the count over all micro-batches and ranks, and the sum of the losses is exact. Also used for the values.
+        loss_scale: multiplies every term and gradient, e.g. the number of data-parallel ranks.
+        shift: logits and tokens cover the whole sequence; row t scores tokens[t + 1]; by addressing, no copy. With cu_seqlens
+            (which then cover the whole sequences) the row before each boundary is masked.
+        inplace_grad: write the gradient over the logits: no memory for it. Another use of the logits in the same graph raises
+            autograd's error; so does a second backward. Under torch.compile an ordinary gradient is made instead.
+
+    Gradients reach logits and values only, once differentiable; all else is constant. No token valid: loss 0, zero gradients.
+    bf16 and fp32 gradients are computed in forward; fp16 ones in backward, after the loss scaler's factor is known.
+
+    Raises:
+        TypeError, ValueError, IndexError (a token outside the vocabulary, on a CPU) before any computation.
+        NotImplementedError for options of the signature that are not supported yet: rollout_logprobs, process_group.
+    """
+    checks.not_yet(process_group=process_group, rollout_logprobs=rollout_logprobs)
+    config = _config(config)
+    logits, tokens, columns = checks.logits_and_tokens(logits, tokens, shift, config.vocab_size)
+    if inplace_grad:
+        _check_inplace(logits)
+    shape = scored_shape(tokens, shift)
+    batch = _Batch(shape, logits, config, mask, cu_seqlens, shift)
+    inputs = batch.inputs(
+        old_logprobs, advantages, ref_logprobs, token_weights, values, old_values, returns, value_mask, normalizer, loss_scale
+    )
+    options = RowOptions(config.temperature, columns, bool(shift), config.return_entropy)
+    params = list(config.params())
+    compiling = torch.compiler.is_compiling()
+    if logits.requires_grad and torch.is_grad_enabled() and not compiling and logits.dtype != torch.float16:
+        loss, terms, metrics, logprobs, entropy = FusedLoss.apply(
+            logits, inputs.values, tokens, inputs, params, options, inplace_grad
+        )
+    else:
+        logprobs, entropy = RowStats.apply(logits, tokens, inputs.valid, options, inplace_grad and not compiling)
+        given = entropy if config.return_entropy else None
+        loss, terms, metrics = TokenLoss.apply(logprobs, given, inputs.values, inputs, params)
+    return batch.output(loss, terms, metrics, logprobs, entropy if config.return_entropy else None)
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Tensor | None = None,
+    config: PPOLossConfig = DEFAULT,
+    values: Tensor | None = None,
+    old_values: Tensor | None = None,
+    returns: Tensor | None = None,
+    value_mask: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    loss_scale: float | Tensor = 1.0,
+    process_group: ProcessGroup | None = None,
+) -> PPOLossOutput:
+    """The same loss from log-probs [...] (and entropy [...], nats) that the caller has, in any floating dtype.
+
+    Differentiable in logprobs, entropy and values. All other arguments as in fused_ppo_loss. config.temperature and
+    config.vocab_size concern logits and are not used; config.entropy_coef needs entropy.
+    """
+    checks.not_yet(process_group=process_group, rollout_logprobs=rollout_logprobs)
+    config = _config(config)
+    logprobs = checks.floating("logprobs", logprobs)
+    shape = logprobs.shape
+    if entropy is not None:
+        entropy = checks.floating("entropy", entropy, logprobs, shape)
+    elif config.entropy_coef != 0:
+        raise ValueError(f"entropy is None, but config.entropy_coef={config.entropy_coef} needs it")
+    batch = _Batch(shape, logprobs, config, mask, cu_seqlens, shift=False)
+    inputs = batch.inputs(
+        old_logprobs, advantages, ref_logprobs, token_weights, values, old_values, returns, value_mask, normalizer, loss_scale
+    )
+    flat, flat_entropy = batch.flat(logprobs), None if entropy is None else batch.flat(entropy)
+    loss, terms, metrics = TokenLoss.apply(flat, flat_entropy, inputs.values, inputs, list(config.params()))
+    return batch.output(loss, terms, metrics, flat, flat_entropy)
+
+
+class _Batch:
+    """The checked shape of one call, and the way from the caller's tensors to flat [N] ones and back."""
+
+    def __init__(
+        self, shape: torch.Size, like: Tensor, config: PPOLossConfig, mask: Tensor | None, cu_seqlens: Tensor | None, shift: bool
+    ) -> None:
+        if cu_seqlens is not None:
+            if len(shape) != 1:
+                raise ValueError(f"cu_seqlens needs packed tokens [N], got tokens for shape {list(shape)}")
+            cu_seqlens = checks.cu_seqlens(cu_seqlens, like, shape[0] + shift)
+        self.shape, self.like, self.config = shape, like, config
+        self.sequences = Sequences.of(shape, cu_seqlens, shift)
+        self.valid = self._flat_mask("mask", mask)
+        if cu_seqlens is not None and shift:  # the last row of a sequence would score the next one's first token
+            last = torch.zeros(shape[0] + 1, dtype=torch.bool, device=like.device)
+            last[(cu_seqlens[1:] - 1).clamp(min=0)] = True
+            self.valid = ~last[:-1] if self.valid is None else self.valid & ~last[:-1]
+
+    def _flat_mask(self, name: str, mask: Tensor | None) -> Tensor | None:
+        checked = checks.mask(name, mask, self.like, self.shape)
+        return None if checked is None else checked.reshape(-1)
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.reshape(-1).to(accumulate_dtype(self.like.dtype))
+
+    def per_token(self, name: str, x: Tensor | None) -> Tensor | None:
+        return None if x is None else self.flat(checks.floating(name, x, self.like, self.shape))
+
+    def _advantages(self, advantages: Tensor) -> Tensor:
+        advantages = checks.floating("advantages", advantages, self.like)
+        if self.sequences is not None:
+            per_sequence = [self.sequences.count] if self.sequences.index is not None else list(self.shape[:-1])
+            if list(advantages.shape) == per_sequence:
+                return self.sequences.expand(self.flat(advantages))
+            if advantages.shape != self.shape:
+                expected = f"{list(self.shape)} or {per_sequence}"
+                raise ValueError(f"advantages has shape {list(advantages.shape)}, expected {expected}")
+        return self.flat(checks.matching("advantages", advantages, self.like, self.shape))
+
+    def inputs(
+        self,
+        old_logprobs: Tensor | None,
+        advantages: Tensor,
+        ref_logprobs: Tensor | None,
+        weights: Tensor | None,
+        values: Tensor | None,
+        old_values: Tensor | None,
+        returns: Tensor | None,
+        value_mask: Tensor | None,
+        normalizer: float | Tensor | None,
+        scale: float | Tensor,
+    ) -> TokenInputs:
+        config = self.config
+        for name, number in (("normalizer", normalizer), ("loss_scale", scale)):
+            _check_scalar(name, number, self.like)
+        if config.kl_coef != 0 and ref_logprobs is None:
+            raise ValueError(f"ref_logprobs is None, but config.kl_coef={config.kl_coef} needs it")
+        if (values is None) != (returns is None):
+            raise ValueError(f"{'values' if values is None else 'returns'} is None, but values and returns come together")
+        if values is None and (old_values is not None or value_mask is not None):
+            raise ValueError(f"{'value_mask' if old_values is None else 'old_values'} is given, but values is None")
+        if values is not None and config.value_clip is not None and old_values is None:
+            raise ValueError(f"old_values is None, but config.value_clip={config.value_clip} needs it")
+        flat_advantages = self._advantages(advantages)
+        weight = token_weights(flat_advantages, self.valid, self.sequences, config, normalizer, scale)
+        value_valid = value_weight = None
+        if values is not None:
+            value_valid, value_weight = self.valid, weight
+            if value_mask is not None:
+                value_valid = self._flat_mask("value_mask", value_mask)
+                value_weight = token_weights(flat_advantages, value_valid, self.sequences, config, normalizer, scale)
+        if weights is not None:
+            weighted = self.flat(checks.floating("token_weights", weights, self.like, self.shape))
+            weight = torch.where(weight == 0, weight, weight * weighted)
+        return TokenInputs(
+            old_logprobs=self.per_token("old_logprobs", old_logprobs),
+            advantages=flat_advantages,
+            valid=self.valid,
+            weight=weight,
+            ref_logprobs=self.per_token("ref_logprobs", ref_logprobs),
+            values=self.per_token("values", values),
+            old_values=self.per_token("old_values", old_values),
+            returns=self.per_token("returns", returns),
+            value_valid=value_valid,
+            value_weight=value_weight,
+        )
+
+    def output(self, loss: Tensor, terms: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None) -> PPOLossOutput:
+        _, policy, value, kl = terms.unbind()
+        return PPOLossOutput(
+            loss=loss,
+            logprobs=self._masked(logprobs),
+            entropy=None if entropy is None else self._masked(entropy),
+            policy_loss=policy,
+            value_loss=value,
+            kl=kl,
+            metrics=PPOMetrics(metrics),
+        )
+
+    def _masked(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        return (x if self.valid is None else x.masked_fill(~self.valid, 0.0)).view(self.shape)
+
+
+def _config(config: object) -> PPOLossConfig:
+    if not isinstance(config, PPOLossConfig):
+        raise TypeError(f"config must be a PPOLossConfig, got {type(config).__name__}")
+    return config
+
+
+def _check_scalar(name: str, x: Any, like: Tensor) -> None:
+    if isinstance(x, Tensor):
+        checks.matching(name, x, None, ())
+    elif x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
+        raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(x).__name__}")
+    elif name == "normalizer" and x is not None and not x >= 0:
+        raise ValueError(f"normalizer is {x}, expected a count >= 0")
+
+
+def _check_inplace(logits: Tensor) -> None:
+    rows = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size > 1]
+    if any(stride == 0 for _, stride in rows) or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
+        raise ValueError(f"logits has strides {logits.stride()}, expected a dense last axis and no overlap for inplace_grad")

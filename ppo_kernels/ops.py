@@ -1,0 +1,191 @@
+"""The operators: the one seam between the mathematics and the backends.
+
+Every operator has a plain PyTorch kernel (reference.py) for any device, a faster kernel per device type where there is
+one, and a fake kernel for torch.compile. PPO_KERNELS_BACKEND=native|reference, read once here, overrides the choice for CPU
+tensors. float64 always runs through the reference.
+
+    row_stats   logits -> logprob, entropy, row max m and sum s                reads the vocabulary once
+    row_grad    logits, m, s, H, dL/dlogprob, dL/dentropy -> dlogits           reads it once, writes it once
+    row_fused   both, and the token loss between them, in one visit per row
+    token_loss  log-probs -> loss, metrics, dL/dlogprob, dL/dentropy, dL/dvalues
+    gae         rewards, values -> advantages
+
+A trailing underscore: the gradient replaces the logits. All per-token tensors are flat [N], N being the number of scored
+rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. Autograd is in autograd.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_kernels import native, reference
+from ppo_kernels.metrics import NAMES
+from ppo_kernels.reference import TokenInputs, accumulate_dtype
+
+_ROW = "Tensor tokens, Tensor? valid, float temperature, int vocab_size, bool shift"
+_COEFFICIENTS = "Tensor logprobs, Tensor row_max, Tensor row_sum, Tensor? entropy, Tensor grad_logprobs, Tensor? grad_entropy"
+_TOKEN = (
+    "Tensor? old_logprobs, Tensor advantages, Tensor? valid, Tensor weight, Tensor? ref_logprobs, "
+    "Tensor? values, Tensor? old_values, Tensor? returns, Tensor? value_valid, Tensor? value_weight, float[] params"
+)
+_LOSS = "Tensor terms, Tensor metrics, Tensor grad_logprobs, Tensor grad_entropy, Tensor grad_values"
+_STATS = "Tensor logprobs, Tensor entropy, Tensor row_max, Tensor row_sum"
+_FUSED = f"Tensor tokens, float temperature, int vocab_size, bool shift, bool want_entropy, {_TOKEN}"
+
+_library = torch.library.Library("ppo_kernels", "DEF")
+_library.define(f"row_stats(Tensor logits, {_ROW}, bool want_entropy) -> ({_STATS})")
+_library.define(f"row_grad(Tensor logits, {_ROW}, {_COEFFICIENTS}) -> Tensor")
+_library.define(f"row_grad_(Tensor(a!) logits, {_ROW}, {_COEFFICIENTS}) -> ()")
+_library.define(f"token_loss(Tensor logprobs, Tensor? entropy, {_TOKEN}) -> ({_LOSS})")
+_library.define(f"row_fused(Tensor logits, {_FUSED}) -> (Tensor grad_logits, {_STATS}, {_LOSS})")
+_library.define(f"row_fused_(Tensor(a!) logits, {_FUSED}) -> ({_STATS}, {_LOSS})")
+_library.define(
+    "gae(Tensor rewards, Tensor values, Tensor? valid, Tensor? bootstrap, Tensor? next_values, Tensor? terminated, "
+    "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode) -> Tensor"
+)
+
+row_stats = torch.ops.ppo_kernels.row_stats.default
+row_grad = torch.ops.ppo_kernels.row_grad.default
+row_grad_ = torch.ops.ppo_kernels.row_grad_.default
+token_loss = torch.ops.ppo_kernels.token_loss.default
+row_fused = torch.ops.ppo_kernels.row_fused.default
+row_fused_ = torch.ops.ppo_kernels.row_fused_.default
+gae = torch.ops.ppo_kernels.gae.default
+
+
+# ---- any device: plain PyTorch --------------------------------------------------------------------------------------
+
+
+def _row_stats(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *row, want_entropy = args
+    logprobs, entropy, row_max, row_sum = reference.row_stats(logits, *row)
+    return logprobs, entropy if want_entropy else entropy.new_empty(0), row_max, row_sum
+
+
+def _row_grad(logits: Tensor, *args: Any) -> Tensor:
+    tokens, valid, temperature, vocab_size, shift, *coefficients = args
+    return reference.row_grad(logits, tokens, valid, *coefficients, temperature, vocab_size, shift)
+
+
+def _row_grad_(logits: Tensor, *args: Any) -> None:
+    logits.copy_(_row_grad(logits, *args))
+
+
+def _token_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, params = args
+    return reference.token_loss(logprobs, entropy, TokenInputs(*inputs), params)
+
+
+def _row_fused(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    tokens, temperature, vocab_size, shift, want_entropy, *token_inputs = args
+    row = (tokens, token_inputs[2], temperature, vocab_size, shift)
+    logprobs, entropy, row_max, row_sum = row_stats(logits, *row, want_entropy)
+    loss = token_loss(logprobs, entropy if want_entropy else None, *token_inputs)
+    grad_logprobs, grad_entropy = loss[2], loss[3]
+    coefficients = (entropy, grad_logprobs, grad_entropy) if want_entropy else (None, grad_logprobs, None)
+    return row_grad(logits, *row, logprobs, row_max, row_sum, *coefficients), logprobs, entropy, row_max, row_sum, *loss
+
+
+def _row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    grad, *outputs = _row_fused(logits, *args)
+    logits.copy_(grad)
+    return tuple(outputs)
+
+
+_ANY_DEVICE: dict[str, Callable[..., Any]] = {
+    "row_stats": _row_stats,
+    "row_grad": _row_grad,
+    "row_grad_": _row_grad_,
+    "token_loss": _token_loss,
+    "row_fused": _row_fused,
+    "row_fused_": _row_fused_,
+    "gae": reference.gae,
+}
+for _name, _kernel in _ANY_DEVICE.items():
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+
+
+# ---- CPU: the native library ----------------------------------------------------------------------------------------
+
+
+def _choose_cpu_backend() -> str:
+    backend = os.environ.get("PPO_KERNELS_BACKEND", "")
+    if backend == "":
+        return "native" if native.available() else "reference"
+    if backend == "native":
+        native.require()
+    elif backend == "triton":
+        raise RuntimeError("PPO_KERNELS_BACKEND=triton cannot run: this version has no Triton kernels")
+    elif backend != "reference":
+        raise ValueError(f"PPO_KERNELS_BACKEND must be native, triton or reference, got {backend!r}")
+    return backend
+
+
+def _native_or_reference(name: str) -> Callable[..., Any]:
+    fast, general = getattr(native, name), _ANY_DEVICE[name]
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        return fast(x, *args) if x.dtype in native.DTYPES else general(x, *args)
+
+    return kernel
+
+
+CPU_BACKEND = _choose_cpu_backend()
+if CPU_BACKEND == "native":
+    for _name in _ANY_DEVICE:
+        _library.impl(_name, _native_or_reference(_name), "CPU")
+
+
+# ---- torch.compile: shapes and dtypes -------------------------------------------------------------------------------
+
+
+def _fake_stats(logits: Tensor, tokens: Tensor, shift: bool, want_entropy: bool) -> tuple[Tensor, ...]:
+    n = tokens.numel() // tokens.shape[-1] * (tokens.shape[-1] - 1) if shift else tokens.numel()
+    dtype = accumulate_dtype(logits.dtype)
+    logprobs, row_max, row_sum = (logits.new_empty(n, dtype=dtype) for _ in range(3))
+    return logprobs, logits.new_empty(n if want_entropy else 0, dtype=dtype), row_max, row_sum
+
+
+@torch.library.register_fake("ppo_kernels::row_stats", lib=_library)
+def _(logits: Tensor, tokens: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _fake_stats(logits, tokens, shift=args[3], want_entropy=args[4])
+
+
+@torch.library.register_fake("ppo_kernels::row_grad", lib=_library)
+def _(logits: Tensor, *args: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("ppo_kernels::row_grad_", lib=_library)
+def _(logits: Tensor, *args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("ppo_kernels::token_loss", lib=_library)
+def _fake_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    values = args[5]
+    terms, metrics = logprobs.new_empty(4), logprobs.new_empty(len(NAMES), dtype=torch.float32)
+    grads = [torch.empty_like(logprobs if x is None else x) for x in (None, entropy, values)]
+    return terms, metrics, *grads
+
+
+@torch.library.register_fake("ppo_kernels::row_fused_", lib=_library)
+def _fake_fused_(logits: Tensor, tokens: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, _, shift, want_entropy, *token_inputs = args
+    stats = _fake_stats(logits, tokens, shift, want_entropy)
+    return *stats, *_fake_loss(stats[0], stats[1] if want_entropy else None, *token_inputs)
+
+
+@torch.library.register_fake("ppo_kernels::row_fused", lib=_library)
+def _(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return logits.new_empty(logits.shape), *_fake_fused_(logits, *args)
+
+
+@torch.library.register_fake("ppo_kernels::gae", lib=_library)
+def _(rewards: Tensor, *args: Any) -> Tensor:
+    return rewards.new_empty(rewards.shape, dtype=accumulate_dtype(rewards.dtype))

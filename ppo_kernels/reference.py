@@ -1,0 +1,336 @@
+"""The specification: all the mathematics in plain PyTorch, for any device and for dtypes up to float64.
+
+One row of logits x [V] with target y and temperature T, z = x / T:
+
+    m = max(x),  t_i = (x_i - m) / T,  s = sum(exp(t_i)),  w = sum(exp(t_i) * t_i)
+    logprob = t_y - log(s),   entropy H = log(s) - w / s
+    dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (log p_i + H)) / T,   p_i = exp(t_i) / s
+
+where c = dL/dlogprob and e = dL/dentropy come from the token loss, which never sees the vocabulary.
+Masked rows are dropped by selection before any arithmetic: a masked slot may hold NaN and changes nothing.
+The kernels (csrc/) compute exactly these functions; the operators in ops.py choose between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_kernels.config import KL_ESTIMATORS, LossParams
+from ppo_kernels.metrics import NO_MAXIMUM
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 inputs are computed in float64, all others in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of logits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def scored_rows(logits: Tensor, tokens: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
+    """logits [N, V] and tokens [N] such that row n scores tokens[n]; with `shift` row t scores token t + 1."""
+    if shift:
+        logits, tokens = logits[..., :-1, :], tokens[..., 1:]
+    return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
+
+
+def row_stats(
+    logits: Tensor, tokens: Tensor, valid: Tensor | None, temperature: float, vocab_size: int, shift: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprobs, entropy, row_max m, row_sum s), each [N]; 0, 0, 0, 1 for rows that are not valid."""
+    logits, tokens = scored_rows(logits, tokens, shift)
+    check_tokens(tokens, valid, vocab_size)
+    x = logits[:, :vocab_size].to(accumulate_dtype(logits.dtype))
+    if valid is not None:
+        x = x.masked_fill(~valid[:, None], 0.0)
+        tokens = tokens.masked_fill(~valid, 0)
+    in_range = (tokens >= 0) & (tokens < vocab_size)  # on a CPU check_tokens has raised; elsewhere NaN shows the fault
+    y = tokens.masked_fill(~in_range, 0)[:, None]
+    row_max = x.amax(-1)
+    t = (x - row_max[:, None]) / temperature
+    exp_t = t.exp()
+    weighted = torch.where(exp_t == 0, 0.0, exp_t * t).sum(-1)  # -inf logits: 0 * -inf is 0 here
+    t_y = t.gather(-1, y)[:, 0].masked_fill(~in_range, torch.nan)
+    others = exp_t.scatter(-1, y, 0.0).sum(-1)
+    log_sum = torch.log1p(others + torch.expm1(t_y))  # the sum is near 1 for a peaked row: log1p keeps what is left
+    row_sum = others + t_y.exp()
+    logprobs = t_y - log_sum
+    entropy = log_sum - weighted / row_sum
+    if valid is not None:
+        logprobs, entropy = logprobs.masked_fill(~valid, 0.0), entropy.masked_fill(~valid, 0.0)
+        row_max, row_sum = row_max.masked_fill(~valid, 0.0), row_sum.masked_fill(~valid, 1.0)
+    return logprobs, entropy, row_max, row_sum
+
+
+def row_grad(
+    logits: Tensor,
+    tokens: Tensor,
+    valid: Tensor | None,
+    logprobs: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    vocab_size: int,
+    shift: bool,
+) -> Tensor:
+    """dL/dlogits, shape and dtype of logits, contiguous; rows with zero coefficients (or not valid) are exactly 0."""
+    grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    rows, tokens = scored_rows(logits, tokens, shift)
+    x = rows[:, :vocab_size].to(accumulate_dtype(logits.dtype))
+    active = grad_logprobs != 0
+    if grad_entropy is not None:
+        active = active | (grad_entropy != 0)
+    if valid is not None:
+        active = active & valid
+    c = grad_logprobs[:, None]
+    t = (x - row_max[:, None]) / temperature
+    p = t.exp() / row_sum[:, None]
+    y = tokens.clamp(0, vocab_size - 1)[:, None]
+    dx = -c * p.scatter(-1, y, torch.expm1(logprobs)[:, None])  # p_y - 1 to full precision
+    if grad_entropy is not None and entropy is not None:
+        log_p = t - row_sum.log()[:, None]
+        dx = dx - grad_entropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + entropy[:, None]))
+    dx = torch.where(active[:, None], dx / temperature, 0.0).to(grad.dtype)
+    target = grad[..., :-1, :vocab_size] if shift else grad[..., :vocab_size]
+    target.copy_(dx.view(target.shape))
+    return grad
+
+
+def check_tokens(tokens: Tensor, valid: Tensor | None, vocab_size: int) -> None:
+    """On a CPU, IndexError for a token outside the vocabulary; elsewhere a check would synchronise."""
+    if tokens.device.type != "cpu":
+        return
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if valid is not None:
+        bad = bad & valid
+    if bool(bad.any()):
+        raise_bad_token(tokens, int(bad.nonzero()[0]), vocab_size)
+
+
+def raise_bad_token(tokens: Tensor, position: int, vocab_size: int) -> None:
+    """The error both CPU paths raise."""
+    token = int(tokens[position])
+    raise IndexError(f"tokens holds {token} at scored position {position}, expected 0 <= token < {vocab_size}; mask it out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss of one token
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TokenLoss(NamedTuple):
+    """What `token_loss` returns. `terms`: loss, policy_loss, value_loss, kl; `metrics`: sums as in metrics.NAMES."""
+
+    terms: Tensor
+    metrics: Tensor
+    grad_logprobs: Tensor
+    grad_entropy: Tensor
+    grad_values: Tensor
+
+
+class TokenInputs(NamedTuple):
+    """Everything of size N that the loss reads, flat [N]. `weight` is the share of each token in the loss."""
+
+    old_logprobs: Tensor | None
+    advantages: Tensor
+    valid: Tensor | None
+    weight: Tensor
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    value_valid: Tensor | None = None
+    value_weight: Tensor | None = None
+
+
+def policy_surrogate(log_ratio: Tensor, advantages: Tensor, p: LossParams) -> Tensor:
+    """max(-A r, -A clip(r)), then at most -dual_clip * A where A < 0 (eq. 7 of PPO; eq. 5 of dual-clip PPO).
+
+    Clipped branches are constants, so that exp may overflow in them without a NaN in the gradient. Bounds are inclusive:
+    a ratio exactly on a bound still has gradient -A r.
+    """
+    ratio = log_ratio.detach().clamp(-p.log_ratio_clamp, p.log_ratio_clamp).exp()
+    high = (advantages > 0) & (ratio > p.ratio_high)
+    dual = (advantages < 0) & (ratio > p.dual_clip)
+    low = (advantages < 0) & (ratio < p.ratio_low)
+    constant = torch.where(high, -p.ratio_high * advantages, 0.0)
+    constant = torch.where(low, -p.ratio_low * advantages, constant)
+    if p.dual_clip != torch.inf:
+        constant = torch.where(dual, -p.dual_clip * advantages, constant)
+    free = ~(high | dual | low | ((advantages == 0) & ~ratio.isnan()))
+    free_ratio = torch.where(free, log_ratio, 0.0).clamp(-p.log_ratio_clamp, p.log_ratio_clamp).exp()
+    return torch.where(free, -advantages * free_ratio, constant)
+
+
+def kl_estimate(log_ratio: Tensor, p: LossParams) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from log_ratio = logprob - ref_logprob, with both clamps."""
+    kind = KL_ESTIMATORS[int(p.kl_estimator)]
+
+    def raw(d: Tensor) -> Tensor:
+        if kind == "k1":
+            return d
+        if kind == "k2":
+            return 0.5 * d * d
+        if kind == "k3":
+            return torch.expm1(-d) + d
+        return d.abs()
+
+    d = log_ratio.clamp(-p.kl_input_clamp, p.kl_input_clamp)
+    value = raw(d.detach())
+    capped = value.abs() > p.kl_output_clamp
+    inside = raw(torch.where(capped, 0.0, d))  # never form inf * 0 in the gradient
+    return torch.where(capped, value.clamp(-p.kl_output_clamp, p.kl_output_clamp), inside)
+
+
+def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, p: LossParams) -> tuple[Tensor, Tensor]:
+    """(value_loss_scale * max((V - R)^2, (V_clipped - R)^2), clipped); the larger error is the pessimistic choice."""
+    free = (values - returns).square()
+    if old_values is None or p.value_clip == torch.inf:
+        return p.value_loss_scale * free, torch.zeros_like(values, dtype=torch.bool)
+    moved = (values - old_values).detach()
+    bound = torch.where(moved > 0, old_values + p.value_clip, old_values - p.value_clip)
+    clipped = (moved.abs() > p.value_clip) & ((bound - returns).square() > free.detach())
+    return p.value_loss_scale * torch.where(clipped, (bound - returns).square(), free), clipped
+
+
+def token_loss(logprobs: Tensor, entropy: Tensor | None, inputs: TokenInputs, params: Sequence[float]) -> TokenLoss:
+    """Loss, metrics and the coefficients dL/dlogprob, dL/dentropy, dL/dvalues, all [N] but for the sums."""
+    p = LossParams(*params)
+    with torch.enable_grad():
+        logprobs = logprobs.detach().requires_grad_()
+        entropy = None if entropy is None else entropy.detach().requires_grad_()
+        values = None if inputs.values is None else inputs.values.detach().requires_grad_()
+        terms, metrics = _token_loss(logprobs, entropy, values, inputs, p)
+        leaves = [x for x in (logprobs, entropy, values) if x is not None]
+        grads = torch.autograd.grad(terms[0], leaves, allow_unused=True)
+    by_leaf = {id(x): g for x, g in zip(leaves, grads, strict=True)}
+
+    def grad_of(x: Tensor | None) -> Tensor:
+        g = None if x is None else by_leaf[id(x)]
+        return torch.zeros_like(logprobs if x is None else x).detach() if g is None else g
+
+    return TokenLoss(terms.detach(), metrics, grad_of(logprobs), grad_of(entropy), grad_of(values))
+
+
+def _token_loss(
+    logprobs: Tensor, entropy: Tensor | None, values: Tensor | None, inputs: TokenInputs, p: LossParams
+) -> tuple[Tensor, Tensor]:
+    valid = torch.ones_like(logprobs, dtype=torch.bool) if inputs.valid is None else inputs.valid
+
+    def select(x: Tensor) -> Tensor:  # masked slots are read as 0
+        return torch.where(valid, x, 0.0)
+
+    def total(x: Tensor) -> Tensor:  # a token of weight 0 adds nothing, whatever it holds
+        return torch.where(valid & (inputs.weight != 0), x * inputs.weight, 0.0).sum()
+
+    logprobs, advantages = select(logprobs), select(inputs.advantages)
+    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else select(inputs.old_logprobs)
+    log_ratio = logprobs - old_logprobs
+    policy = policy_surrogate(log_ratio, advantages, p)
+    token = policy
+    policy_term, kl_term, value_term = total(policy), total(torch.zeros_like(policy)), total(torch.zeros_like(policy))
+    loss = policy_term
+    if entropy is not None:
+        entropy = select(entropy)
+        if p.entropy_coef != 0:
+            loss = loss - p.entropy_coef * total(entropy)
+            token = token - p.entropy_coef * entropy
+    kl = torch.zeros_like(logprobs)
+    if inputs.ref_logprobs is not None:
+        kl = kl_estimate(logprobs - select(inputs.ref_logprobs), p)
+        kl_term = total(kl)
+        if p.kl_coef != 0:
+            loss = loss + p.kl_coef * kl_term
+            token = token + p.kl_coef * kl
+
+    clamped = log_ratio.detach().clamp(-p.log_ratio_clamp, p.log_ratio_clamp)
+    ratio = clamped.exp()
+    sums = [
+        valid,
+        ratio,
+        -clamped,
+        0.5 * clamped.square(),
+        torch.expm1(clamped) - clamped,
+        (advantages < 0) & (ratio < p.ratio_low),
+        (advantages > 0) & (ratio > p.ratio_high),
+        (advantages < 0) & (ratio > p.dual_clip),
+        log_ratio.detach().abs() > p.log_ratio_clamp,
+        torch.zeros_like(logprobs) if entropy is None else entropy,
+        kl,
+        ~token.isfinite(),
+    ]
+    packed = [select(x.detach().to(logprobs.dtype)).sum() for x in sums]
+    if values is not None and inputs.returns is not None and inputs.value_weight is not None:
+        value_valid = torch.ones_like(values, dtype=torch.bool) if inputs.value_valid is None else inputs.value_valid
+        v = torch.where(value_valid, values, 0.0)
+        returns = torch.where(value_valid, inputs.returns, 0.0)
+        old_values = None if inputs.old_values is None else torch.where(value_valid, inputs.old_values, 0.0)
+        squared, clipped = value_loss(v, old_values, returns, p)
+        value_term = torch.where(value_valid & (inputs.value_weight != 0), squared * inputs.value_weight, 0.0).sum()
+        loss = loss + p.vf_coef * value_term
+        packed += [value_valid.sum().to(ratio.dtype), (clipped & value_valid).sum().to(ratio.dtype)]
+    else:
+        packed += [torch.zeros_like(packed[0])] * 2
+    lowest = torch.full_like(ratio, NO_MAXIMUM)
+    extremes = [torch.where(valid, x, lowest) for x in (ratio, -ratio)]
+    packed += [torch.cat([x, lowest[:0], x.new_full((1,), NO_MAXIMUM)]).amax() for x in extremes]
+    return torch.stack([loss, policy_term, value_term, kl_term]), torch.stack(packed).float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generalised advantage estimation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    valid: Tensor | None,
+    bootstrap: Tensor | None,
+    next_values: Tensor | None,
+    terminated: Tensor | None,
+    truncated: Tensor | None,
+    segments: Tensor,
+    gamma: float,
+    lam: float,
+    mask_mode: str,
+) -> Tensor:
+    """Advantages, flat [N]; sequence i is the slice segments[i]:segments[i+1]. Schulman et al. 2016, eq. 16.
+
+    delta_t = r_t + gamma * (1 - terminated_t) * V_next - V_t
+    A_t = delta_t + gamma * lam * (1 - (terminated_t or truncated_t)) * A_next
+    """
+    n = rewards.shape[0]
+    acc = torch.float64
+    r, v = rewards.to(acc), values.to(acc)
+    if valid is not None and mask_mode == "zero":
+        r, v = r.masked_fill(~valid, 0.0), v.masked_fill(~valid, 0.0)
+    starts, ends = segments[:-1], segments[1:]
+    lengths = ends - starts
+    running = torch.zeros(starts.shape[0], dtype=acc, device=r.device)
+    following = torch.zeros_like(running) if bootstrap is None else bootstrap.to(acc)
+    advantages = torch.zeros(n, dtype=acc, device=r.device)
+    for step in range(int(lengths.max()) if lengths.numel() else 0):
+        live = lengths > step  # sequences that reach this far back from their end
+        at = (ends - 1 - step).clamp(0, max(n - 1, 0))
+        here = live & valid[at] if valid is not None and mask_mode == "skip" else live
+        ended = torch.zeros_like(here) if terminated is None else terminated[at]
+        cut = ended if truncated is None else ended | truncated[at]
+        nxt = following if next_values is None else next_values[at].to(acc)
+        delta = r[at] + gamma * torch.where(ended, 0.0, nxt) - v[at]
+        current = delta + gamma * lam * torch.where(cut, 0.0, running)
+        running = torch.where(here, current, running)
+        following = torch.where(here, v[at], following)
+        advantages[at[here]] = current[here]
+    if valid is not None:
+        advantages = advantages.masked_fill(~valid, 0.0)
+    return advantages.to(accumulate_dtype(rewards.dtype))
