@@ -24,14 +24,14 @@ help:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@$(venv) -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "setup: creating .venv"; $(PYTHON) -m venv --clear .venv; }
 	@echo "setup: installing the pinned dependencies into .venv (some minutes the first time)"
-	@$(venv) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(venv) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# The native libraries: compiled again when a source changed. Without a compiler this warns and goes on.
+# The native libraries: compiled again when a source changed. Without a compiler this warns, every time, and goes on.
 .venv/.native: .venv/.installed $(wildcard csrc/*)
 	@echo "setup: building the native libraries"
 	@$(venv) setup.py --quiet build_ext --inplace
-	@touch $@
+	@! ls ppo_kernels/_native_*.so >/dev/null 2>&1 || touch $@
 
 train: .venv/.native
 	@echo "train: ppo-train demo $(ARGS)"
@@ -43,7 +43,7 @@ test: .venv/.native
 	@$(venv) -m pytest -q tests
 	@echo "test: semantics, reference backend"
 	@PPO_KERNELS_BACKEND=reference $(venv) -m pytest -q tests/semantics
-	@runnable=$$($(venv) -m ppo_kernels.doctor --levels | sort) && best=$$(echo "$$runnable" | tail -n 1) && \
+	@runnable=$$($(venv) -m ppo_kernels.doctor --levels) && best=$$(echo "$$runnable" | sort | tail -n 1) && \
 	for library in ppo_kernels/_native_*.so; do \
 	    [ -e "$$library" ] || continue; \
 	    level=$${library#*_native_}; level=$${level%.so}; \
