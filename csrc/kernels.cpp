@@ -39,20 +39,20 @@ struct Rows {
     }
 };
 
-struct RowOutputs {  // each [N]; entropy may be nullptr
-    float *logprobs, *entropy, *max, *sum;
+struct RowOutputs {  // each [N]; entropy and mean may be nullptr
+    float *logprobs, *entropy, *max, *sum, *mean;
 
     void put(int64_t n, const RowStats& r) const {
         logprobs[n] = r.logprob, max[n] = r.max, sum[n] = r.sum;
-        if (entropy) entropy[n] = r.entropy;
+        if (entropy) entropy[n] = r.entropy, mean[n] = r.mean;
     }
 };
 
-struct RowInputs {  // each [N]; entropy and grad_entropy may be nullptr
-    const float *logprobs, *max, *sum, *entropy, *grad_logprobs, *grad_entropy;
+struct RowInputs {  // each [N]; mean and grad_entropy may be nullptr
+    const float *logprobs, *max, *sum, *mean, *grad_logprobs, *grad_entropy;
 
     RowGrad at(int64_t n) const {
-        return {logprobs[n], entropy ? entropy[n] : 0, max[n], sum[n], grad_logprobs[n], grad_entropy ? grad_entropy[n] : 0};
+        return {logprobs[n], max[n], sum[n], mean ? mean[n] : 0, grad_logprobs[n], grad_entropy ? grad_entropy[n] : 0};
     }
 };
 
@@ -71,11 +71,11 @@ static Scratch thread_scratch(int64_t vocab) {
     return {memory.get(), memory.get() + padded};
 }
 
-template <class T>
+template <bool KEEP, class T>
 static RowStats stats_of(const Rows& rows, int64_t n, bool entropy, Scratch scratch) {
     const T* x = rows.row<T>(n);
-    return entropy ? row_stats<true>(x, rows.vocab, rows.token(n), rows.temperature, scratch)
-                   : row_stats<false>(x, rows.vocab, rows.token(n), rows.temperature, scratch);
+    return entropy ? row_stats<true, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch)
+                   : row_stats<false, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch);
 }
 
 // Writes zeros where row n has no gradient: all of it, or its padding columns; and the row after it that scores nothing.
@@ -89,10 +89,10 @@ static void zero_fill(const Rows& rows, int64_t n, bool whole_row) {
     }
 }
 
-template <class T>
+template <bool KEPT, class T>
 static void grad_of(const Rows& rows, int64_t n, const RowGrad& r, Scratch scratch) {
     const bool zero = !rows.is_valid(n) || (r.c == 0 && r.e == 0);
-    if (!zero) row_grad(rows.row<T>(n), rows.vocab, rows.token(n), rows.temperature, r, scratch, rows.grad_row<T>(n));
+    if (!zero) row_grad<KEPT>(rows.row<T>(n), rows.vocab, rows.token(n), rows.temperature, r, scratch, rows.grad_row<T>(n));
     zero_fill<T>(rows, n, zero);
 }
 
@@ -108,13 +108,13 @@ static void gather(const Rows& rows, int64_t begin, int64_t end, SmallRows<T>& s
     }
 }
 
-constexpr RowStats NOT_VALID{0, 0, 0, 1};
+constexpr RowStats NOT_VALID{0, 0, 0, 1, 0};
 
 template <class T>
 static void stats_task(const Rows& rows, int64_t begin, int64_t end, const RowOutputs& out) {
     if (rows.vocab > SMALL) {
         for (int64_t n = begin; n < end; ++n)
-            out.put(n, rows.is_valid(n) ? stats_of<T>(rows, n, out.entropy, {}) : NOT_VALID);
+            out.put(n, rows.is_valid(n) ? stats_of<false, T>(rows, n, out.entropy, {}) : NOT_VALID);
         return;
     }
     SmallRows<T> small;
@@ -129,7 +129,7 @@ static void stats_task(const Rows& rows, int64_t begin, int64_t end, const RowOu
 template <class T>
 static void grad_task(const Rows& rows, int64_t begin, int64_t end, const RowInputs& in) {
     if (rows.vocab > SMALL) {
-        for (int64_t n = begin; n < end; ++n) grad_of<T>(rows, n, in.at(n), {});
+        for (int64_t n = begin; n < end; ++n) grad_of<false, T>(rows, n, in.at(n), {});
         return;
     }
     SmallRows<T> small;
@@ -154,13 +154,13 @@ static void fused_task(const Rows& rows, int64_t begin, int64_t end, const Token
         value_loss(tokens, n, sums);
         out.put(n, r);
         tokens.grad_logprobs[n] = c.logprob, tokens.grad_entropy[n] = c.entropy;
-        return {r.logprob, r.entropy, r.max, r.sum, c.logprob, c.entropy};
+        return {r.logprob, r.max, r.sum, r.mean, c.logprob, c.entropy};
     };
     if (rows.vocab > SMALL) {
         const Scratch scratch = thread_scratch(rows.vocab);
         for (int64_t n = begin; n < end; ++n) {
-            RowGrad r = loss(n, rows.is_valid(n) ? stats_of<T>(rows, n, out.entropy, scratch) : NOT_VALID);
-            grad_of<T>(rows, n, r, scratch);
+            RowGrad r = loss(n, rows.is_valid(n) ? stats_of<true, T>(rows, n, out.entropy, scratch) : NOT_VALID);
+            grad_of<true, T>(rows, n, r, scratch);
         }
         return;
     }
@@ -193,7 +193,7 @@ static void for_rows(const Rows& rows, int threads, const F& f) {
     });
 }
 
-API int ppk_abi_version() { return 1; }
+API int ppk_abi_version() { return 2; }
 API const char* ppk_level() { return PPK_LEVEL; }
 
 // Whether this CPU runs `level`; asked of the build for the lowest level.

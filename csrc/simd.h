@@ -17,9 +17,8 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
-// Sums run over LANES interleaved partial sums on every machine, so that the order of additions does not depend on W.
-constexpr int LANES = 32;
-constexpr int VECS = LANES / W;
+// Rows are read in groups of LANES columns, held in two vectors.
+constexpr int LANES = 2 * W;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -56,17 +55,17 @@ static inline vf max_nan_b(vf a, vf b) {
 #endif
 }
 
-// 2^t for -127 <= t <= 128, 0 at -127 (flushed below 2^-126), NaN for NaN; relative error below 2^-23.
-static inline vf exp2_nonpositive(vf t) {
+// 2^t for -127 <= t < 128, exactly 1 at 0, 0 at -127 (flushed below 2^-126), NaN for NaN. Relative error below 1.7e-7: a
+// polynomial of degree 5, minimax on [-1/2, 1/2] under p(0) = 1.
+static inline vf exp2_fast(vf t) {
     const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 leaves round(t) + 127 in the low mantissa bits
     vf shifted = t + magic;
-    vf f = t - (shifted - magic);  // in [-1/2, 1/2]
-    vf p = splat(1.5353362e-4f);
-    p = fma(p, f, splat(1.3398875e-3f));
-    p = fma(p, f, splat(9.61843692e-3f));
-    p = fma(p, f, splat(5.55033237e-2f));
-    p = fma(p, f, splat(2.40226477e-1f));
-    p = fma(p, f, splat(6.93147182e-1f));
+    vf f = t - (shifted - magic);
+    vf p = splat(1.32647273e-3f);
+    p = fma(p, f, splat(9.67151299e-3f));
+    p = fma(p, f, splat(5.55073358e-2f));
+    p = fma(p, f, splat(2.40222424e-1f));
+    p = fma(p, f, splat(6.93147004e-1f));
     p = fma(p, f, splat(1.0f));
     return p * (vf)((vu)shifted << 23);
 }
@@ -75,12 +74,6 @@ static inline vf load(const float* p) {
     vf x;
     std::memcpy(&x, p, sizeof x);
     return x;
-}
-
-static inline vf load(const bf16* p) {
-    vh h;
-    std::memcpy(&h, p, sizeof h);
-    return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
 static inline vf load(const f16* p) {
@@ -101,13 +94,6 @@ static inline vf load(const f16* p) {
 }
 
 static inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
-
-static inline void store(bf16* p, vf x) {  // round to nearest even
-    vu u = (vu)x;
-    u += 0x7fff + ((u >> 16) & 1);
-    vh h = __builtin_convertvector(u >> 16, vh);
-    std::memcpy(p, &h, sizeof h);
-}
 
 static inline uint16_t half_from_float(float x) {  // round to nearest even
     uint32_t u;
@@ -136,13 +122,6 @@ static inline void store(f16* p, vf x) {
 #endif
 }
 
-template <class T>
-static inline void store_one(T* p, float x) {
-    T out[W];
-    store(out, splat(x));
-    *p = out[0];
-}
-
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
     uint32_t u = uint32_t(x.bits) << 16;
@@ -151,14 +130,54 @@ static inline float to_float(bf16 x) {
     return f;
 }
 static inline float to_float(f16 x) {
-    f16 lane[W] = {x};
+    f16 lane[W] = {};
+    lane[0] = x;
     return load(lane)[0];
 }
 
-// The sum over LANES partial sums, always in the same order: halves are added until one is left.
-static inline double sum_lanes(const vf* v) {
+static inline void from_float(float* p, float x) { *p = x; }
+static inline void from_float(f16* p, float x) { p->bits = half_from_float(x); }
+static inline void from_float(bf16* p, float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    p->bits = uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// A group of LANES columns. The order of columns within it is the type's own, the same for load, store and kept groups.
+struct Pair {
+    vf a, b;
+};
+
+static inline Pair load_pair(const float* p) { return {load(p), load(p + W)}; }
+static inline Pair load_pair(const f16* p) { return {load(p), load(p + W)}; }
+static inline void store_pair(float* p, Pair x) { store(p, x.a), store(p + W, x.b); }
+static inline void store_pair(f16* p, Pair x) { store(p, x.a), store(p + W, x.b); }
+
+// bf16 columns are split into even and odd ones, which are the low and high halves of 32-bit words: no shuffles.
+static inline Pair load_pair(const bf16* p) {
+    vu words;
+    std::memcpy(&words, p, sizeof words);
+    return {(vf)(words << 16), (vf)(words & 0xffff0000)};
+}
+
+static inline vu rounded(vf x) {  // to nearest even, the result in the high half
+    vu u = (vu)x;
+    return u + 0x7fff + ((u >> 16) & 1);
+}
+
+static inline void store_pair(bf16* p, Pair x) {
+    vu words = (rounded(x.a) >> 16) | (rounded(x.b) & 0xffff0000);
+    std::memcpy(p, &words, sizeof words);
+}
+
+static inline void minus_infinity(float* p) { *p = -__builtin_inff(); }
+static inline void minus_infinity(bf16* p) { p->bits = 0xff80; }
+static inline void minus_infinity(f16* p) { p->bits = 0xfc00; }
+
+// The sum over both vectors, always in the same order: halves are added until one is left.
+static inline double sum_lanes(Pair v) {
     float lane[LANES];
-    for (int i = 0; i < VECS; ++i) store(lane + i * W, v[i]);
+    store_pair(lane, v);
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
     return lane[0];

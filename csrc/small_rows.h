@@ -21,7 +21,7 @@ struct SmallRows {
             for (int j = 0; j < n; ++j) {
                 vf tj = max_nan_b(splat(-127.0f), (load(t[j] + l) - load(max + l)) * k);
                 store(t[j] + l, tj);
-                store(e[j] + l, exp2_nonpositive(tj));
+                store(e[j] + l, exp2_fast(tj));
             }
     }
 
@@ -34,18 +34,18 @@ struct SmallRows {
             if (!x[l]) max[l] = 0;
         }
         exps(n, k, max);
-        vi y[VECS];
-        for (int l = 0; l < LANES; ++l) reinterpret_cast<int32_t*>(y)[l] = int32_t(target[l]);
-        for (int v = 0; v < VECS; ++v) {
+        for (int l = 0; l < LANES; l += W) {
+            vi y;
+            for (int i = 0; i < W; ++i) y[i] = int32_t(target[l + i]);
             vf s{}, w{};
             for (int j = 0; j < n; ++j) {
-                vf ej = load(e[j] + v * W);
-                ej = (vf)((vi)ej & (y[v] != j));  // the target is added last
+                vf ej = load(e[j] + l);
+                ej = (vf)((vi)ej & (y != j));  // the target is added last
                 s += ej;
-                w = fma(ej, load(t[j] + v * W), w);
+                w = fma(ej, load(t[j] + l), w);
             }
-            store(rest + v * W, s);
-            store(weighted + v * W, w);
+            store(rest + l, s);
+            store(weighted + l, w);
         }
         for (int l = 0; l < LANES; ++l)
             if (x[l]) out[l] = with_target(rest[l], weighted[l], to_float(x[l][target[l]]), max[l], k, temperature);
@@ -53,21 +53,21 @@ struct SmallRows {
 
     // dL/dx from e and t as `stats` (or `exps`) left them.
     void gradient(int n, double temperature, const RowGrad* r) {
-        float minus_c[LANES], minus_e[LANES], offset[LANES];
+        float minus_c[LANES], minus_e[LANES], mean_t[LANES];
         for (int l = 0; l < LANES; ++l) {
-            double per_p = 1 / (double(r[l].sum) * temperature);
-            minus_c[l] = float(-r[l].c * per_p), minus_e[l] = float(-r[l].e * per_p);
-            offset[l] = r[l].entropy - float(std::log(double(r[l].sum)));
+            const double per_e = 1 / (double(r[l].sum) * temperature);
+            minus_c[l] = float(-r[l].c * per_e), minus_e[l] = float(-r[l].e * per_e * LN2), mean_t[l] = float(r[l].mean / LN2);
         }
         for (int l = 0; l < LANES; l += W)
             for (int j = 0; j < n; ++j) {
-                vf spread = fma(load(t[j] + l), splat(float(LN2)), load(offset + l));  // ln p + H
+                vf spread = load(t[j] + l) - load(mean_t + l);
                 store(e[j] + l, load(e[j] + l) * fma(load(minus_e + l), spread, load(minus_c + l)));
             }
         for (int l = 0; l < LANES; ++l) {
             if (!x[l]) continue;
-            for (int j = 0; j < n; ++j) store_one(grad[l] + j, e[j][l]);
-            write_target(grad[l], target[l], r[l], temperature);
+            const float x_y = to_float(x[l][target[l]]);  // grad may be x
+            for (int j = 0; j < n; ++j) from_float(grad[l] + j, e[j][l]);
+            write_target(grad[l] + target[l], x_y, r[l], temperature);
         }
     }
 };

@@ -51,11 +51,12 @@ def gae(
         gamma, lam: discount and GAE parameter, in [0, 1].
         bootstrap_value: [B] (0-dim for [T]): V after the last step. Default 0: the sequences end.
         terminated: flags; the episode ended at t for good: nothing follows.
-        truncated: flags; the episode was cut at t: its value goes on, its advantages do not. Needs next_values, which hold the
-            value of the state it was cut in.
+        truncated: flags; the episode was cut at t: its value goes on, its advantages do not. Needs next_values, which
+            hold the value of the state it was cut in.
         next_values: V_next of every step, instead of the value of the next step.
-        mask_mode: "skip": masked steps do not exist, neither read nor counted (tool output between turns); "zero": they have
-            reward and value 0 and discount; "dense": they count fully, only their results are 0. In the first two a reward at
+        mask_mode: "skip": masked steps do not exist, neither read nor counted (tool output between turns); "zero":
+            they have reward and value 0 and discount; "dense": they count fully, only their results are 0. In the
+            first two a reward at
             a masked step is not read: put it on the last valid one, as shape_rewards does.
         cu_seqlens: [B + 1] int32; sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
 
@@ -63,16 +64,14 @@ def gae(
     """
     rewards = checks.floating("rewards", rewards)
     if rewards.dim() not in (1, 2):
-        raise ValueError(f"rewards has shape {list(rewards.shape)}, expected [B, T], [T], or packed [N] with cu_seqlens")
+        raise ValueError(
+            f"rewards has shape {list(rewards.shape)}, expected [B, T], [T], or packed [N] with cu_seqlens"
+        )
     shape, device = rewards.shape, rewards.device
     values = checks.floating("values", values, rewards, shape)
     if mask_mode not in MASK_MODES:
         raise ValueError(f"mask_mode must be one of {', '.join(MASK_MODES)}, got {mask_mode!r}")
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{name} must be a Python number, got {type(number).__name__}")
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} is {number}, expected 0 <= {name} <= 1")
+    gamma, lam = (checks.number(name, x, 0, 1, f"0 <= {name} <= 1") for name, x in (("gamma", gamma), ("lam", lam)))
     if truncated is not None and next_values is None:
         raise ValueError("truncated needs next_values, the value of the state each cut episode was left in")
     if cu_seqlens is not None:
@@ -96,7 +95,7 @@ def gae(
         )
     )
     flat = (rewards.reshape(-1), values.reshape(-1), valid, bootstrap_value, next_values, ended, cut)
-    advantages = ops.gae(*flat, segments, float(gamma), float(lam), mask_mode).view(shape)
+    advantages = ops.gae(*flat, segments, gamma, lam, mask_mode).view(shape)
     returns = advantages + values.to(advantages.dtype)
     return GAEOutput(advantages, returns if valid is None else returns.masked_fill(~valid.view(shape), 0.0))
 
@@ -121,8 +120,8 @@ def shape_rewards(
         scores: [B], one per sequence.
         logprobs, ref_logprobs: [B, T], nats; mask: [B, T] bool, integer or float 0/1.
         kl_estimator: "k1", "k2", "k3" or "abs", as in PPOLossConfig.
-        placement: "last_token": the last valid token; "after_last": the slot after it (TRL, DeepSpeed-Chat), or the last valid
-            token when there is none. A row without a valid token gets nothing.
+        placement: "last_token": the last valid token; "after_last": the slot after it (TRL, DeepSpeed-Chat), or the
+            last valid token when there is none. A row without a valid token gets nothing.
         clip: scores are clamped to +-clip first.
         missing_eos_penalty: taken off the score where has_eos [B] is false.
 
@@ -139,14 +138,17 @@ def shape_rewards(
         raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {kl_estimator!r}")
     if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip}, expected a number > 0 or None")
+    kl_coef = checks.non_negative("kl_coef", kl_coef)
+    if clip is not None:
+        clip = checks.positive("clip", clip)
+    if missing_eos_penalty is not None:
+        missing_eos_penalty = checks.non_negative("missing_eos_penalty", missing_eos_penalty)
     if (missing_eos_penalty is None) != (has_eos is None):
         raise ValueError("missing_eos_penalty and has_eos come together: the penalty, and which sequences are spared")
     assert valid is not None
     dtype = accumulate_dtype(logprobs.dtype)
     log_ratio = torch.where(valid, logprobs.to(dtype) - ref_logprobs.to(dtype), 0.0)
-    rewards = -kl_coef * kl_estimate(log_ratio, PPOLossConfig(kl_estimator=kl_estimator).params())
+    rewards = -kl_coef * kl_estimate(log_ratio, PPOLossConfig(kl_estimator=kl_estimator).params())[0]
     scores = scores.to(dtype)
     if clip is not None:
         scores = scores.clamp(-clip, clip)
@@ -180,14 +182,13 @@ def masked_whiten(
     """
     checks.not_yet(process_group=process_group)
     x = checks.floating("x", x)
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}, expected a number >= 0")
+    eps = checks.non_negative("eps", eps)
     valid = checks.mask("mask", mask, x, x.shape)
     wide = x.double() if valid is None else torch.where(valid, x.double(), 0.0)
     count = x.numel() if valid is None else valid.sum()
     mean = wide.sum() / torch.as_tensor(count, device=x.device).clamp(min=1)
     centred = wide - mean if valid is None else torch.where(valid, wide - mean, 0.0)
-    variance = centred.square().sum() / torch.as_tensor(count - unbiased, device=x.device).clamp(min=1)
+    variance = centred.square().sum() / torch.as_tensor(count - int(unbiased), device=x.device).clamp(min=1)
     whitened = torch.where(centred == 0, 0.0, centred * torch.rsqrt(variance + eps))  # eps may be 0
     if not shift_mean:
         whitened = whitened + mean if valid is None else torch.where(valid, whitened + mean, 0.0)
@@ -198,7 +199,7 @@ class FixedKLController:
     """A KL coefficient that stays."""
 
     def __init__(self, kl_coef: float) -> None:
-        self.value = _positive("kl_coef", kl_coef, zero=True)
+        self.value = checks.non_negative("kl_coef", kl_coef)
 
     def update(self, kl: float, n_steps: int) -> float:
         """Returns the unchanged coefficient."""
@@ -214,23 +215,17 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """Drives the measured KL towards `target` (Ziegler et al. 2019, section 2.2).
 
-    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon, with kl in the unit of target (nats per sequence there).
+    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon, with kl in the unit of target (nats per sequence
+    there).
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
-        self.value = _positive("init_kl_coef", init_kl_coef)
-        self.target, self.horizon = _positive("target", target), _positive("horizon", horizon)
+        self.value = checks.positive("init_kl_coef", init_kl_coef)
+        self.target, self.horizon = checks.positive("target", target), checks.positive("horizon", horizon)
 
     def update(self, kl: float, n_steps: int) -> float:
         """After n_steps samples with mean KL `kl`; returns the new coefficient. A KL that is not finite is refused."""
-        if not torch.isfinite(torch.tensor(kl)):
-            raise ValueError(f"kl is {kl}, expected a finite number")
+        kl = checks.number("kl", kl, -float("inf"), float("inf"), "a finite number")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
         return self.value
-
-
-def _positive(name: str, x: float, zero: bool = False) -> float:
-    if not (x > 0 or (zero and x == 0)) or x == float("inf"):
-        raise ValueError(f"{name} is {x}, expected a finite number {'>= 0' if zero else '> 0'}")
-    return float(x)

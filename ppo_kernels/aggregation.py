@@ -14,11 +14,12 @@ from ppo_kernels.config import PPOLossConfig
 
 
 class Sequences(NamedTuple):
-    """Which sequence each of the N flat tokens belongs to. `index` [N] is None for padded [B, T] (then T > 0 is `width`)."""
+    """Which sequence each of the N flat tokens belongs to. `index` [N] is None for padded [B, T] (then T > 0 is
+    `width`)."""
 
-    count: int
+    number: int
     width: int
-    index: Tensor | None
+    segment: Tensor | None
 
     @staticmethod
     def of(shape: torch.Size, cu_seqlens: Tensor | None, shift: bool) -> Sequences | None:
@@ -34,15 +35,15 @@ class Sequences(NamedTuple):
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """[count] -> [N]."""
-        if self.index is not None:
-            return per_sequence[self.index]
+        if self.segment is not None:
+            return per_sequence[self.segment]
         return per_sequence.reshape(-1, 1).expand(-1, self.width).reshape(-1)
 
     def sum(self, per_token: Tensor) -> Tensor:
         """[N] -> [count]."""
-        if self.index is not None:
-            return per_token.new_zeros(self.count).index_add(0, self.index, per_token)
-        return per_token.reshape(self.count, self.width).sum(-1)
+        if self.segment is not None:
+            return per_token.new_zeros(self.number).index_add(0, self.segment, per_token)
+        return per_token.reshape(self.number, self.width).sum(-1)
 
 
 def token_weights(
@@ -55,11 +56,14 @@ def token_weights(
 ) -> Tensor:
     """Weights [N] with the dtype of `like` [N]; 0 for tokens that are not valid.
 
-    `normalizer` replaces the count of valid tokens ("token-mean") or of sequences (the others); a count of 0 divides by 1.
+    `normalizer` replaces the count of valid tokens ("token-mean") or of sequences (the others); a count of 0 divides
+    by 1.
     """
     counted = torch.ones_like(like) if valid is None else valid.to(like.dtype)
     if config.aggregation == "token-mean":
-        count = counted.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
+        count = (
+            counted.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
+        )
         return counted * (scale / _at_least_something(count))
     if sequences is None:
         raise ValueError(f"aggregation={config.aggregation!r} needs tokens of shape [B, T], or [N] with cu_seqlens")
@@ -67,14 +71,15 @@ def token_weights(
     if normalizer is not None:
         count = torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
     elif config.agg_include_empty:
-        count = torch.full((), float(sequences.count), dtype=like.dtype, device=like.device)
+        count = torch.full((), float(sequences.number), dtype=like.dtype, device=like.device)
     else:
         count = (lengths > 0).to(like.dtype).sum()
     weight = scale / _at_least_something(count)
     if config.aggregation == "seq-mean-token-mean":
         return counted * sequences.expand(weight / _at_least_something(lengths))
     if config.aggregation == "seq-mean-token-sum-norm":
-        weight = weight / config.agg_max_len  # type: ignore[operator]  # set, or the configuration would have been refused
+        assert config.agg_max_len is not None  # or the configuration would have been refused
+        weight = weight / config.agg_max_len
     return counted * weight
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
-from ppo_kernels import ops
+from ppo_kernels import checks, ops
 
 
 class RowOptions(NamedTuple):
@@ -34,23 +34,22 @@ class RowStats(Function):
     def forward(
         ctx: Any, logits: Tensor, tokens: Tensor, valid: Tensor | None, options: RowOptions, inplace: bool
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, row_max, row_sum = ops.row_stats(logits, tokens, valid, *options)
+        logprobs, entropy, *stats = ops.row_stats(logits, tokens, valid, *options)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, tokens, valid, logprobs, row_max, row_sum, entropy)
+        ctx.save_for_backward(logits, tokens, valid, logprobs, *stats)
         ctx.options, ctx.inplace = options, inplace
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         if not ctx.needs_input_grad[0] or (grad_logprobs is None and grad_entropy is None):
             return (None,) * 5
-        logits, tokens, valid, logprobs, row_max, row_sum, entropy = ctx.saved_tensors
+        logits, tokens, valid, *stats = ctx.saved_tensors
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(row_max)
+            grad_logprobs = torch.zeros_like(stats[0])
         if grad_entropy is not None:
             grad_entropy = grad_entropy.contiguous()
-        stats = (logprobs, row_max, row_sum, entropy)
         arguments = (logits, tokens, valid, *ctx.options[:3], *stats, grad_logprobs.contiguous())
         if ctx.inplace:
             ops.row_grad_(*arguments, grad_entropy)
@@ -72,7 +71,7 @@ class TokenLoss(Function):
         return _outputs(ctx, terms, metrics)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
         grad_logprobs, grad_entropy, grad_values = ctx.saved_tensors
         return (
@@ -85,7 +84,8 @@ class TokenLoss(Function):
 
 
 class FusedLoss(Function):
-    """(logits, values, tokens, *token inputs, params, options, inplace) -> (loss, terms, metrics, logprobs, entropy)."""
+    """(logits, values, tokens, *token inputs, params, options, inplace) -> (loss, terms, metrics, logprobs,
+    entropy)."""
 
     @staticmethod
     def forward(
@@ -105,17 +105,19 @@ class FusedLoss(Function):
             torch.autograd.graph.increment_version(logits)
         else:
             grad_logits, *outputs = ops.row_fused(logits, *arguments)
-        logprobs, entropy, row_max, row_sum, terms, metrics, grad_logprobs, grad_entropy, grad_values = outputs
+        logprobs, entropy, row_max, row_sum, row_mean, terms, metrics, grad_logprobs, grad_entropy, grad_values = (
+            outputs
+        )
         # Held as an attribute, not saved: the first backward takes the buffer and scales it in place.
         ctx.grad_logits = grad_logits.detach()
         ctx.inplace, ctx.options = inplace, options
         ctx.entropy_matters = params[4] != 0
-        saved = (logprobs, row_max, row_sum, entropy, grad_logprobs, grad_entropy)
+        saved = (logprobs, row_max, row_sum, row_mean, grad_logprobs, grad_entropy)
         ctx.save_for_backward(grad_values, None if inplace else logits, tokens, inputs.valid, *saved)
         return *_outputs(ctx, terms, metrics, logprobs, entropy), logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
         grad_logits, ctx.grad_logits = ctx.grad_logits, None
         if not ctx.needs_input_grad[0]:
@@ -123,7 +125,9 @@ class FusedLoss(Function):
         elif grad_logits is not None:
             _scale_(grad_logits, grad)
         elif ctx.inplace:
-            raise RuntimeError("inplace_grad=True allows one backward: the logits' memory already became their gradient")
+            raise RuntimeError(
+                "inplace_grad=True allows one backward: the logits' memory already became their gradient"
+            )
         else:
             grad_logits = FusedLoss._recompute(ctx, grad)
         grad_values = grad * ctx.saved_tensors[0] if ctx.needs_input_grad[1] else None
@@ -146,5 +150,5 @@ def _outputs(ctx: FunctionCtx, terms: Tensor, metrics: Tensor, *also: Tensor) ->
 
 def _scale_(grad_logits: Tensor, grad: Tensor) -> None:
     """grad_logits *= grad; the usual upstream gradient, 1, costs nothing on a CPU."""
-    if grad.device.type != "cpu" or grad.item() != 1.0:
+    if not checks.eager_cpu(grad) or grad.item() != 1.0:
         grad_logits.mul_(grad)

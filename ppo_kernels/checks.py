@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def plain(name: str, x: Tensor) -> Tensor:
+def plain(name: str, x: Any) -> Tensor:
     """x itself, or the local tensor of a replicated DTensor; a sharded one is refused."""
-    if type(x).__name__ != "DTensor":
-        return x
-    if all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
-        local: Tensor = x.to_local()  # type: ignore[attr-defined]
-        return local
-    raise TypeError(f"{name} is a DTensor with placements {x.placements}, expected Replicate or a plain tensor")  # type: ignore[attr-defined]
+    if type(x).__name__ == "DTensor":
+        if not all(placement.is_replicate() for placement in x.placements):
+            raise TypeError(f"{name} is a DTensor with placements {x.placements}, expected Replicate or a plain tensor")
+        x = x.to_local()
+    checked: Tensor = x
+    return checked
 
 
 def tensor(name: str, x: object) -> Tensor:
@@ -42,7 +43,9 @@ def matching(name: str, x: Tensor, like: Tensor | None, shape: Sequence[int] | N
 
 def eager_cpu(x: Tensor) -> bool:
     """Whether values may be looked at: nowhere else without a device synchronisation or a graph break."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return type(x.new_empty(0)).__name__ != "FakeTensor"  # under FakeTensorMode results are fake even if x is not
 
 
 def mask(name: str, x: object, like: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -59,7 +62,9 @@ def mask(name: str, x: object, like: Tensor, shape: Sequence[int]) -> Tensor | N
     return x != 0
 
 
-def logits_and_tokens(logits: object, tokens: object, shift: bool, vocab_size: int | None) -> tuple[Tensor, Tensor, int]:
+def logits_and_tokens(
+    logits: object, tokens: object, shift: bool, vocab_size: int | None
+) -> tuple[Tensor, Tensor, int]:
     """(logits, tokens, number of columns that exist)."""
     logits, tokens = floating("logits", logits), tensor("tokens", tokens)
     if logits.dim() == 0 or logits.shape[-1] == 0:
@@ -73,16 +78,27 @@ def logits_and_tokens(logits: object, tokens: object, shift: bool, vocab_size: i
     if isinstance(columns, bool) or not isinstance(columns, (int, torch.SymInt)):
         raise TypeError(f"vocab_size must be an int or None, got {vocab_size!r}")
     if not 1 <= columns <= logits.shape[-1]:
-        raise ValueError(f"vocab_size is {vocab_size}, expected 1 <= vocab_size <= {logits.shape[-1]}, the logits' last axis")
+        raise ValueError(
+            f"vocab_size is {vocab_size}, expected 1 <= vocab_size <= {logits.shape[-1]}, the logits' last axis"
+        )
     return logits, tokens, columns
 
 
-def positive_temperature(temperature: object) -> float:
-    if isinstance(temperature, Tensor) or isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature must be a Python number, got {type(temperature).__name__}")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}, expected a finite number > 0")
-    return float(temperature)
+def number(name: str, x: object, low: float, high: float, rule: str) -> float:
+    """A finite Python number with low <= x <= high; `rule` says so in words."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} must be a Python number, got {type(x).__name__}")
+    if not (low <= x <= high and abs(x) < float("inf")):
+        raise ValueError(f"{name} is {x}, expected {rule}")
+    return float(x)
+
+
+def positive(name: str, x: object) -> float:
+    return number(name, x, 5e-324, float("inf"), "a finite number > 0")
+
+
+def non_negative(name: str, x: object) -> float:
+    return number(name, x, 0.0, float("inf"), "a finite number >= 0")
 
 
 def cu_seqlens(x: object, like: Tensor, length: int) -> Tensor:

@@ -41,7 +41,8 @@ class PPOLossConfig:
     Terms added to the loss:
         entropy_coef: the loss gains -entropy_coef * entropy.
         kl_coef: the loss gains kl_coef * KL(policy, reference), estimated per token by kl_estimator with
-            d = logprob - ref_logprob: "k1" d, "k2" d^2/2, "k3" exp(-d) - 1 + d, "abs" |d| (Schulman 2020, "Approximating KL").
+            d = logprob - ref_logprob: "k1" d, "k2" d^2/2, "k3" exp(-d) - 1 + d, "abs" |d| (Schulman 2020,
+            "Approximating KL").
         kl_input_clamp, kl_output_clamp: clamp d, or the estimate, to +-this (nats); no gradient outside. None: off.
         value_clip: clip the new value to old_value +- value_clip and take the larger squared error. None: off.
         vf_coef, value_loss_scale: the loss gains vf_coef * value_loss_scale * (value - return)^2.
@@ -82,8 +83,8 @@ class PPOLossConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type.startswith("float"):  # type: ignore[union-attr]  # annotations are strings here
-                _check_number(field.name, value, optional="None" in field.type)  # type: ignore[operator]
+            if field.type.startswith("float"):  # annotations are strings here
+                _check_number(field.name, value, optional="None" in field.type)
             elif field.type == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{field.name} must be True or False, got {value!r}")
         for name in ("clip_low", "clip_high", "log_ratio_clamp", "kl_input_clamp", "kl_output_clamp", "value_clip"):
@@ -95,8 +96,9 @@ class PPOLossConfig:
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         if self.aggregation == "seq-mean-token-sum-norm" and self.agg_max_len is None:
             raise ValueError("aggregation='seq-mean-token-sum-norm' needs agg_max_len, the fixed length to divide by")
-        if self.vocab_size is not None and not (isinstance(self.vocab_size, int) and self.vocab_size > 0):
-            raise ValueError(f"vocab_size must be a positive int or None, got {self.vocab_size!r}")
+        if self.vocab_size is not None and (isinstance(self.vocab_size, bool) or not isinstance(self.vocab_size, int)):
+            raise TypeError(f"vocab_size must be an int or None, got {self.vocab_size!r}")
+        _check("vocab_size", self.vocab_size, lambda x: x > 0, "> 0")
         if self.entropy_coef != 0 and not self.return_entropy:
             raise ValueError(f"return_entropy=False contradicts entropy_coef={self.entropy_coef}: the bonus needs it")
         for name, only in (("ratio_level", "token"), ("loss_type", "ppo"), ("kl_gradient", "autograd")):
@@ -137,6 +139,6 @@ def _check(name: str, value: float | None, holds: object, rule: str) -> None:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

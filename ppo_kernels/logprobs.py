@@ -52,26 +52,28 @@ def logprobs_from_logits(
     """log softmax(logits / temperature)[tokens] and optionally its entropy, in nats; the softmax is never stored.
 
     Args:
-        logits: [..., V] bf16, fp16, fp32 or fp64; any strides (the last axis dense, or it is copied). Row t scores tokens[t].
+        logits: [..., V] bf16, fp16, fp32 or fp64; any strides (the last axis dense, or it is copied). Row t scores
+            tokens[t].
         tokens: [...] integers in [0, V), logits' leading shape.
-        mask: the result's shape; bool, integer or float 0/1. A masked row is not read: 0 log-prob, 0 entropy, 0 gradient.
+        mask: the result's shape; bool, integer or float 0/1. A masked row is not read: 0 log-prob, 0 entropy, 0
+            gradient.
         temperature: > 0; divides the logits, for log-prob and entropy alike.
         vocab_size: columns from this one on are padding and do not exist (their gradient is 0).
-        shift: logits [..., S, V] and tokens [..., S] cover the whole sequence and row t scores tokens[t + 1], by addressing:
-            no slice, no copy. The result has shape [..., S - 1].
+        shift: logits [..., S, V] and tokens [..., S] cover the whole sequence and row t scores tokens[t + 1], by
+            addressing: no slice, no copy. The result has shape [..., S - 1].
         return_entropy: also return the entropy of each row.
 
     Returns:
-        logprobs, or (logprobs, entropy): fp32 (fp64 for fp64 logits), differentiable once in both. A row's values are the
-        same bits in any batch. -inf logits have probability 0; a row that is all -inf is NaN.
+        logprobs, or (logprobs, entropy): fp32 (fp64 for fp64 logits), differentiable once in both. A row's values are
+        the same bits in any batch. -inf logits have probability 0; a row that is all -inf is NaN.
 
     Raises:
-        TypeError, ValueError: wrong types, shapes or devices. IndexError: a token outside the vocabulary, on a CPU (NaN for
-        that token on a GPU).
+        TypeError, ValueError: wrong types, shapes or devices. IndexError: a token outside the vocabulary, on a CPU
+        (NaN for that token on a GPU).
     """
     checks.not_yet(process_group=process_group)
     logits, tokens, columns = checks.logits_and_tokens(logits, tokens, shift, vocab_size)
-    options = RowOptions(checks.positive_temperature(temperature), columns, bool(shift), bool(return_entropy))
+    options = RowOptions(checks.positive("temperature", temperature), columns, bool(shift), bool(return_entropy))
     shape = scored_shape(tokens, shift)
     valid = checks.mask("mask", mask, logits, shape)
     logprobs, entropy = RowStats.apply(logits, tokens, None if valid is None else valid.reshape(-1), options, False)

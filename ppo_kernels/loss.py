@@ -24,8 +24,9 @@ DEFAULT = PPOLossConfig()
 class PPOLossOutput(NamedTuple):
     """loss = policy_loss - entropy_coef * entropy + kl_coef * kl + vf_coef * value_loss, each aggregated and scaled.
 
-    loss: differentiable scalar, fp32 (fp64 for fp64 inputs). logprobs, entropy: per token, detached, 0 where masked; entropy is
-    None when it was not computed. policy_loss, value_loss, kl: detached scalars (0 without values, without ref_logprobs).
+    loss: differentiable scalar, fp32 (fp64 for fp64 inputs). logprobs, entropy: per token, detached, 0 where masked;
+    entropy is None when it was not computed. policy_loss, value_loss, kl: detached scalars (0 without values, without
+    ref_logprobs).
     """
 
     loss: Tensor
@@ -66,8 +67,8 @@ def fused_ppo_loss(
     Args:
         logits: [..., V] bf16, fp16, fp32 or fp64; row t scores tokens[t]. Any strides.
         tokens: integers in [0, V).
-        old_logprobs: [...], log-probs (nats) under the policy that made the tokens; None: the current ones (ratio 1, with
-            gradient).
+        old_logprobs: [...], log-probs (nats) under the policy that made the tokens; None: the current ones (ratio 1,
+            with gradient).
         advantages: [...], or one per sequence: [B] for [B, T], or for packed tokens with cu_seqlens [B + 1].
         mask: [...] bool, integer or float 0/1. Masked slots may hold anything, NaN included: they are not read.
         config: what to compute, see PPOLossConfig.
@@ -77,16 +78,19 @@ def fused_ppo_loss(
         ref_logprobs: [...], log-probs under the reference policy; config.kl_coef needs them.
         token_weights: [...], multiplies each token's policy, KL and entropy loss, not the denominator.
         cu_seqlens: [B + 1] int32, for packed tokens [N]: sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
-        normalizer: the count to divide by instead of this batch's: valid tokens for "token-mean", sequences for the others.
-            Give the count over all micro-batches and ranks, and the sum of the losses is exact. Also used for the values.
+        normalizer: the count to divide by instead of this batch's: valid tokens for "token-mean", sequences for the
+            others. Give the count over all micro-batches and ranks, and the sum of the losses is exact. Also used for
+            the values.
         loss_scale: multiplies every term and gradient, e.g. the number of data-parallel ranks.
-        shift: logits and tokens cover the whole sequence; row t scores tokens[t + 1]; by addressing, no copy. With cu_seqlens
-            (which then cover the whole sequences) the row before each boundary is masked.
-        inplace_grad: write the gradient over the logits: no memory for it. Another use of the logits in the same graph raises
-            autograd's error; so does a second backward. Under torch.compile an ordinary gradient is made instead.
+        shift: logits and tokens cover the whole sequence; row t scores tokens[t + 1]; by addressing, no copy. With
+            cu_seqlens (which then cover the whole sequences) the row before each boundary is masked.
+        inplace_grad: write the gradient over the logits: no memory for it. Another use of the logits in the same graph
+            raises autograd's error; so does a second backward. Under torch.compile an ordinary gradient is made
+            instead.
 
-    Gradients reach logits and values only, once differentiable; all else is constant. No token valid: loss 0, zero gradients.
-    bf16 and fp32 gradients are computed in forward; fp16 ones in backward, after the loss scaler's factor is known.
+    Gradients reach logits and values only, once differentiable; all else is constant. No token valid: loss 0, zero
+    gradients. bf16 and fp32 gradients are computed in forward; fp16 ones in backward, after the loss scaler's factor
+    is known.
 
     Raises:
         TypeError, ValueError, IndexError (a token outside the vocabulary, on a CPU) before any computation.
@@ -100,7 +104,16 @@ def fused_ppo_loss(
     shape = scored_shape(tokens, shift)
     batch = _Batch(shape, logits, config, mask, cu_seqlens, shift)
     inputs = batch.inputs(
-        old_logprobs, advantages, ref_logprobs, token_weights, values, old_values, returns, value_mask, normalizer, loss_scale
+        old_logprobs,
+        advantages,
+        ref_logprobs,
+        token_weights,
+        values,
+        old_values,
+        returns,
+        value_mask,
+        normalizer,
+        loss_scale,
     )
     options = RowOptions(config.temperature, columns, bool(shift), config.return_entropy)
     params = list(config.params())
@@ -151,7 +164,16 @@ def ppo_loss(
         raise ValueError(f"entropy is None, but config.entropy_coef={config.entropy_coef} needs it")
     batch = _Batch(shape, logprobs, config, mask, cu_seqlens, shift=False)
     inputs = batch.inputs(
-        old_logprobs, advantages, ref_logprobs, token_weights, values, old_values, returns, value_mask, normalizer, loss_scale
+        old_logprobs,
+        advantages,
+        ref_logprobs,
+        token_weights,
+        values,
+        old_values,
+        returns,
+        value_mask,
+        normalizer,
+        loss_scale,
     )
     flat, flat_entropy = batch.flat(logprobs), None if entropy is None else batch.flat(entropy)
     loss, terms, metrics = TokenLoss.apply(flat, flat_entropy, inputs.values, inputs, list(config.params()))
@@ -162,7 +184,13 @@ class _Batch:
     """The checked shape of one call, and the way from the caller's tensors to flat [N] ones and back."""
 
     def __init__(
-        self, shape: torch.Size, like: Tensor, config: PPOLossConfig, mask: Tensor | None, cu_seqlens: Tensor | None, shift: bool
+        self,
+        shape: torch.Size,
+        like: Tensor,
+        config: PPOLossConfig,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        shift: bool,
     ) -> None:
         if cu_seqlens is not None:
             if len(shape) != 1:
@@ -189,7 +217,7 @@ class _Batch:
     def _advantages(self, advantages: Tensor) -> Tensor:
         advantages = checks.floating("advantages", advantages, self.like)
         if self.sequences is not None:
-            per_sequence = [self.sequences.count] if self.sequences.index is not None else list(self.shape[:-1])
+            per_sequence = [self.sequences.number] if self.sequences.segment is not None else list(self.shape[:-1])
             if list(advantages.shape) == per_sequence:
                 return self.sequences.expand(self.flat(advantages))
             if advantages.shape != self.shape:
@@ -216,7 +244,9 @@ class _Batch:
         if config.kl_coef != 0 and ref_logprobs is None:
             raise ValueError(f"ref_logprobs is None, but config.kl_coef={config.kl_coef} needs it")
         if (values is None) != (returns is None):
-            raise ValueError(f"{'values' if values is None else 'returns'} is None, but values and returns come together")
+            raise ValueError(
+                f"{'values' if values is None else 'returns'} is None, but values and returns come together"
+            )
         if values is None and (old_values is not None or value_mask is not None):
             raise ValueError(f"{'value_mask' if old_values is None else 'old_values'} is given, but values is None")
         if values is not None and config.value_clip is not None and old_values is None:
@@ -245,7 +275,9 @@ class _Batch:
             value_weight=value_weight,
         )
 
-    def output(self, loss: Tensor, terms: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None) -> PPOLossOutput:
+    def output(
+        self, loss: Tensor, terms: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None
+    ) -> PPOLossOutput:
         _, policy, value, kl = terms.unbind()
         return PPOLossOutput(
             loss=loss,
@@ -280,4 +312,6 @@ def _check_scalar(name: str, x: Any, like: Tensor) -> None:
 def _check_inplace(logits: Tensor) -> None:
     rows = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size > 1]
     if any(stride == 0 for _, stride in rows) or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
-        raise ValueError(f"logits has strides {logits.stride()}, expected a dense last axis and no overlap for inplace_grad")
+        raise ValueError(
+            f"logits has strides {logits.stride()}, expected a dense last axis and no overlap for inplace_grad"
+        )

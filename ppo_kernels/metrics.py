@@ -58,7 +58,8 @@ class PPOMetrics:
         """Means over valid tokens as Python floats (one device synchronisation). All 0 when no token is valid.
 
         Keys: tokens, ratio_mean, ratio_min, ratio_max, approx_kl_k1, approx_kl_k2, approx_kl_k3, clip_fraction,
-        clip_fraction_low, clip_fraction_high, dual_clip_fraction, log_ratio_clamp_fraction, nonfinite (a count), and where
+        clip_fraction_low, clip_fraction_high, dual_clip_fraction, log_ratio_clamp_fraction, nonfinite (a count), and
+        where
         their inputs were given: entropy (nats), ref_kl (nats), value_tokens, value_clip_fraction.
         """
         sums = dict(zip(NAMES, self.packed.tolist(), strict=True))

@@ -1,13 +1,15 @@
 """The CPU kernels: a ctypes binding of csrc/, which is built once per instruction-set level (setup.py).
 
-The best level this CPU runs is loaded; PPO_KERNELS_ISA=v2|v3|v4|neon|generic forces one. Threads are PyTorch's OpenMP pool,
-as many as torch.get_num_threads(). The structures below mirror those in csrc/kernels.cpp, token_loss.h and gae.h.
+The best level this CPU runs is loaded; PPO_KERNELS_ISA=v2|v3|v4|neon|generic forces one. Threads are PyTorch's OpenMP
+pool, as many as torch.get_num_threads(). The structures below mirror those in csrc/kernels.cpp, token_loss.h and gae.h.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import math
 import os
 import warnings
 from ctypes import Structure, byref, c_char_p, c_double, c_int64, c_void_p
@@ -20,7 +22,7 @@ from torch import Tensor
 from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import raise_bad_token
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LEVELS = ("v4", "v3", "v2", "neon", "generic")  # best first; not all are built on one machine
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_MODES = {"skip": 0, "zero": 1, "dense": 2}
@@ -36,11 +38,11 @@ class _Rows(Structure):
 
 
 class _RowOutputs(Structure):
-    _fields_ = [(name, c_void_p) for name in ("logprobs", "entropy", "max", "sum")]
+    _fields_ = [(name, c_void_p) for name in ("logprobs", "entropy", "max", "sum", "mean")]
 
 
 class _RowInputs(Structure):
-    _fields_ = [(name, c_void_p) for name in ("logprobs", "max", "sum", "entropy", "grad_logprobs", "grad_entropy")]
+    _fields_ = [(name, c_void_p) for name in ("logprobs", "max", "sum", "mean", "grad_logprobs", "grad_entropy")]
 
 
 _TOKEN_INPUTS = ("old_logprobs", "advantages", "valid", "weight", "ref_logprobs")
@@ -103,7 +105,9 @@ def library() -> ctypes.CDLL:
         raise ValueError(f"PPO_KERNELS_ISA must be one of {', '.join(LEVELS)}, got {wanted!r}")
     levels = runnable_levels()
     if wanted and wanted not in levels:
-        raise RuntimeError(f"PPO_KERNELS_ISA={wanted} cannot run here; built and runnable: {', '.join(levels) or 'none'}")
+        raise RuntimeError(
+            f"PPO_KERNELS_ISA={wanted} cannot run here; built and runnable: {', '.join(levels) or 'none'}"
+        )
     if not levels:
         raise RuntimeError("the native library is not built for this CPU; a C++ compiler and pip install -e . build it")
     return _open(wanted or levels[0])
@@ -145,18 +149,15 @@ def _flat(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None
 
 def _two_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x, copied only if its rows have no two strides, with (outer, stride_outer, stride_inner) of its rows."""
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+    if x.numel() == 0 or (x.stride(-1) != 1 and x.shape[-1] > 1):
         x = x.contiguous()
     shape, strides = x.shape[:-1], x.stride()[:-1]
     if not shape:
         return x, 1, 0, 0
     leading = [(size, stride) for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size != 1]
-    for (_, stride), (size, below) in zip(leading, leading[1:], strict=False):
-        if stride != size * below:
-            return _two_strides(x.contiguous())
-    outer = 1
-    for size, _ in leading:
-        outer *= size
+    if x.numel() and any(stride != size * below for (_, stride), (size, below) in itertools.pairwise(leading)):
+        return _two_strides(x.contiguous())
+    outer = math.prod(size for size, _ in leading)
     return x, outer, leading[-1][1] if leading else 0, strides[-1]
 
 
@@ -190,13 +191,20 @@ class _Call:
             raise_bad_token(scored.reshape(-1), bad, vocab_size)
 
     def outputs(self, like: Tensor, want_entropy: bool) -> tuple[list[Tensor], _RowOutputs]:
-        sizes = (self.n, self.n if want_entropy else 0, self.n, self.n)
+        extra = self.n if want_entropy else 0
+        sizes = (self.n, extra, self.n, self.n, extra)
         out = [torch.empty(size, dtype=torch.float32, device=like.device) for size in sizes]
         return out, _RowOutputs(*(_pointer(x) if x.numel() else None for x in out))
 
 
 def row_stats(
-    logits: Tensor, tokens: Tensor, valid: Tensor | None, temperature: float, vocab_size: int, shift: bool, want_entropy: bool
+    logits: Tensor,
+    tokens: Tensor,
+    valid: Tensor | None,
+    temperature: float,
+    vocab_size: int,
+    shift: bool,
+    want_entropy: bool,
 ) -> tuple[Tensor, ...]:
     """See ops.py; the same holds for all functions below."""
     call = _Call(logits, tokens, valid, temperature, vocab_size, shift)
@@ -226,6 +234,8 @@ def _row_grad_into(
     *coefficients: Tensor | None,
 ) -> None:
     call = _Call(logits, tokens, valid, temperature, vocab_size, shift, grad)
+    if call.n == 0:  # with shift there may be rows all the same, none of which scores anything
+        grad.zero_()
     flat = [_flat(x) for x in coefficients]
     library().ppk_row_grad(byref(call.struct), byref(_RowInputs(*map(_pointer, flat))), torch.get_num_threads())
 
@@ -277,6 +287,8 @@ def _row_fused_into(
     *token_inputs: Any,
 ) -> tuple[Tensor, ...]:
     call = _Call(logits, tokens, token_inputs[2], temperature, vocab_size, shift, grad)
+    if call.n == 0:
+        grad.zero_()
     out, pointers = call.outputs(logits, want_entropy)
     struct, grads, _keep = _tokens(call.n, logits, token_inputs)
     terms, metrics = _loss_outputs()
@@ -307,4 +319,3 @@ def gae(
     struct.mask_mode, struct.advantages = MASK_MODES[mask_mode], advantages.data_ptr()
     library().ppk_gae(byref(struct), torch.get_num_threads())
     return advantages
-

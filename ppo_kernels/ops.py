@@ -1,8 +1,8 @@
 """The operators: the one seam between the mathematics and the backends.
 
 Every operator has a plain PyTorch kernel (reference.py) for any device, a faster kernel per device type where there is
-one, and a fake kernel for torch.compile. PPO_KERNELS_BACKEND=native|reference, read once here, overrides the choice for CPU
-tensors. float64 always runs through the reference.
+one, and a fake kernel for torch.compile. PPO_KERNELS_BACKEND=native|reference, read once here, overrides the choice
+for CPU tensors. float64 always runs through the reference.
 
     row_stats   logits -> logprob, entropy, row max m and sum s                reads the vocabulary once
     row_grad    logits, m, s, H, dL/dlogprob, dL/dentropy -> dlogits           reads it once, writes it once
@@ -10,8 +10,8 @@ tensors. float64 always runs through the reference.
     token_loss  log-probs -> loss, metrics, dL/dlogprob, dL/dentropy, dL/dvalues
     gae         rewards, values -> advantages
 
-A trailing underscore: the gradient replaces the logits. All per-token tensors are flat [N], N being the number of scored
-rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. Autograd is in autograd.py.
+A trailing underscore: the gradient replaces the logits. All per-token tensors are flat [N], N being the number of
+scored rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. Autograd is in autograd.py.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import TokenInputs, accumulate_dtype
 
 _ROW = "Tensor tokens, Tensor? valid, float temperature, int vocab_size, bool shift"
-_COEFFICIENTS = "Tensor logprobs, Tensor row_max, Tensor row_sum, Tensor? entropy, Tensor grad_logprobs, Tensor? grad_entropy"
+_COEFFICIENTS = (
+    "Tensor logprobs, Tensor row_max, Tensor row_sum, Tensor? row_mean, Tensor grad_logprobs, Tensor? grad_entropy"
+)
 _TOKEN = (
     "Tensor? old_logprobs, Tensor advantages, Tensor? valid, Tensor weight, Tensor? ref_logprobs, "
     "Tensor? values, Tensor? old_values, Tensor? returns, Tensor? value_valid, Tensor? value_weight, float[] params"
 )
 _LOSS = "Tensor terms, Tensor metrics, Tensor grad_logprobs, Tensor grad_entropy, Tensor grad_values"
-_STATS = "Tensor logprobs, Tensor entropy, Tensor row_max, Tensor row_sum"
+_STATS = "Tensor logprobs, Tensor entropy, Tensor row_max, Tensor row_sum, Tensor row_mean"
 _FUSED = f"Tensor tokens, float temperature, int vocab_size, bool shift, bool want_entropy, {_TOKEN}"
 
 _library = torch.library.Library("ppo_kernels", "DEF")
@@ -63,17 +65,14 @@ gae = torch.ops.ppo_kernels.gae.default
 
 def _row_stats(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *row, want_entropy = args
-    logprobs, entropy, row_max, row_sum = reference.row_stats(logits, *row)
-    return logprobs, entropy if want_entropy else entropy.new_empty(0), row_max, row_sum
-
-
-def _row_grad(logits: Tensor, *args: Any) -> Tensor:
-    tokens, valid, temperature, vocab_size, shift, *coefficients = args
-    return reference.row_grad(logits, tokens, valid, *coefficients, temperature, vocab_size, shift)
+    logprobs, entropy, row_max, row_sum, row_mean = reference.row_stats(logits, *row)
+    if not want_entropy:
+        entropy, row_mean = entropy.new_empty(0), entropy.new_empty(0)
+    return logprobs, entropy, row_max, row_sum, row_mean
 
 
 def _row_grad_(logits: Tensor, *args: Any) -> None:
-    logits.copy_(_row_grad(logits, *args))
+    logits.copy_(reference.row_grad(logits, *args))
 
 
 def _token_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -84,11 +83,11 @@ def _token_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[T
 def _row_fused(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     tokens, temperature, vocab_size, shift, want_entropy, *token_inputs = args
     row = (tokens, token_inputs[2], temperature, vocab_size, shift)
-    logprobs, entropy, row_max, row_sum = row_stats(logits, *row, want_entropy)
+    logprobs, entropy, *stats = row_stats(logits, *row, want_entropy)
     loss = token_loss(logprobs, entropy if want_entropy else None, *token_inputs)
-    grad_logprobs, grad_entropy = loss[2], loss[3]
-    coefficients = (entropy, grad_logprobs, grad_entropy) if want_entropy else (None, grad_logprobs, None)
-    return row_grad(logits, *row, logprobs, row_max, row_sum, *coefficients), logprobs, entropy, row_max, row_sum, *loss
+    grad_logprobs, grad_entropy = loss[2], loss[3] if want_entropy else None
+    grad = row_grad(logits, *row, logprobs, *stats, grad_logprobs, grad_entropy)
+    return grad, logprobs, entropy, *stats, *loss
 
 
 def _row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -99,7 +98,7 @@ def _row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 _ANY_DEVICE: dict[str, Callable[..., Any]] = {
     "row_stats": _row_stats,
-    "row_grad": _row_grad,
+    "row_grad": reference.row_grad,
     "row_grad_": _row_grad_,
     "token_loss": _token_loss,
     "row_fused": _row_fused,
@@ -147,8 +146,9 @@ if CPU_BACKEND == "native":
 def _fake_stats(logits: Tensor, tokens: Tensor, shift: bool, want_entropy: bool) -> tuple[Tensor, ...]:
     n = tokens.numel() // tokens.shape[-1] * (tokens.shape[-1] - 1) if shift else tokens.numel()
     dtype = accumulate_dtype(logits.dtype)
-    logprobs, row_max, row_sum = (logits.new_empty(n, dtype=dtype) for _ in range(3))
-    return logprobs, logits.new_empty(n if want_entropy else 0, dtype=dtype), row_max, row_sum
+    extra = n if want_entropy else 0
+    logprobs, entropy, row_max, row_sum, row_mean = (logits.new_empty(k, dtype=dtype) for k in (n, extra, n, n, extra))
+    return logprobs, entropy, row_max, row_sum, row_mean
 
 
 @torch.library.register_fake("ppo_kernels::row_stats", lib=_library)

@@ -4,7 +4,7 @@ One row of logits x [V] with target y and temperature T, z = x / T:
 
     m = max(x),  t_i = (x_i - m) / T,  s = sum(exp(t_i)),  w = sum(exp(t_i) * t_i)
     logprob = t_y - log(s),   entropy H = log(s) - w / s
-    dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (log p_i + H)) / T,   p_i = exp(t_i) / s
+    dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (log p_i + H)) / T,   p_i = exp(t_i) / s,   log p_i + H = t_i - w / s
 
 where c = dL/dlogprob and e = dL/dentropy come from the token loss, which never sees the vocabulary.
 Masked rows are dropped by selection before any arithmetic: a masked slot may hold NaN and changes nothing.
@@ -37,13 +37,14 @@ def scored_rows(logits: Tensor, tokens: Tensor, shift: bool) -> tuple[Tensor, Te
     """logits [N, V] and tokens [N] such that row n scores tokens[n]; with `shift` row t scores token t + 1."""
     if shift:
         logits, tokens = logits[..., :-1, :], tokens[..., 1:]
-    return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
+    return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1).to(torch.int64)
 
 
 def row_stats(
     logits: Tensor, tokens: Tensor, valid: Tensor | None, temperature: float, vocab_size: int, shift: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logprobs, entropy, row_max m, row_sum s), each [N]; 0, 0, 0, 1 for rows that are not valid."""
+) -> tuple[Tensor, ...]:
+    """(logprobs, entropy, row_max m, row_sum s, row_mean w / s), each [N]; 0, 0, 0, 1, 0 for rows that are not
+    valid."""
     logits, tokens = scored_rows(logits, tokens, shift)
     check_tokens(tokens, valid, vocab_size)
     x = logits[:, :vocab_size].to(accumulate_dtype(logits.dtype))
@@ -55,32 +56,35 @@ def row_stats(
     row_max = x.amax(-1)
     t = (x - row_max[:, None]) / temperature
     exp_t = t.exp()
-    weighted = torch.where(exp_t == 0, 0.0, exp_t * t).sum(-1)  # -inf logits: 0 * -inf is 0 here
+    weighted = torch.where(exp_t == 0, 0.0, exp_t * t)  # -inf logits: 0 * -inf is 0 here
     t_y = t.gather(-1, y)[:, 0].masked_fill(~in_range, torch.nan)
     others = exp_t.scatter(-1, y, 0.0).sum(-1)
     log_sum = torch.log1p(others + torch.expm1(t_y))  # the sum is near 1 for a peaked row: log1p keeps what is left
     row_sum = others + t_y.exp()
     logprobs = t_y - log_sum
-    entropy = log_sum - weighted / row_sum
+    row_mean = weighted.sum(-1) / row_sum
+    entropy = log_sum - row_mean
     if valid is not None:
-        logprobs, entropy = logprobs.masked_fill(~valid, 0.0), entropy.masked_fill(~valid, 0.0)
-        row_max, row_sum = row_max.masked_fill(~valid, 0.0), row_sum.masked_fill(~valid, 1.0)
-    return logprobs, entropy, row_max, row_sum
+        logprobs, entropy, row_max, row_mean = (
+            x.masked_fill(~valid, 0.0) for x in (logprobs, entropy, row_max, row_mean)
+        )
+        row_sum = row_sum.masked_fill(~valid, 1.0)
+    return logprobs, entropy, row_max, row_sum, row_mean
 
 
 def row_grad(
     logits: Tensor,
     tokens: Tensor,
     valid: Tensor | None,
-    logprobs: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    entropy: Tensor | None,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
     temperature: float,
     vocab_size: int,
     shift: bool,
+    logprobs: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    row_mean: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
     """dL/dlogits, shape and dtype of logits, contiguous; rows with zero coefficients (or not valid) are exactly 0."""
     grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -96,9 +100,8 @@ def row_grad(
     p = t.exp() / row_sum[:, None]
     y = tokens.clamp(0, vocab_size - 1)[:, None]
     dx = -c * p.scatter(-1, y, torch.expm1(logprobs)[:, None])  # p_y - 1 to full precision
-    if grad_entropy is not None and entropy is not None:
-        log_p = t - row_sum.log()[:, None]
-        dx = dx - grad_entropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + entropy[:, None]))
+    if grad_entropy is not None and row_mean is not None:
+        dx = dx - grad_entropy[:, None] * torch.where(p == 0, 0.0, p * (t - row_mean[:, None]))
     dx = torch.where(active[:, None], dx / temperature, 0.0).to(grad.dtype)
     target = grad[..., :-1, :vocab_size] if shift else grad[..., :vocab_size]
     target.copy_(dx.view(target.shape))
@@ -119,7 +122,9 @@ def check_tokens(tokens: Tensor, valid: Tensor | None, vocab_size: int) -> None:
 def raise_bad_token(tokens: Tensor, position: int, vocab_size: int) -> None:
     """The error both CPU paths raise."""
     token = int(tokens[position])
-    raise IndexError(f"tokens holds {token} at scored position {position}, expected 0 <= token < {vocab_size}; mask it out")
+    raise IndexError(
+        f"tokens holds {token} at scored position {position}, expected 0 <= token < {vocab_size}; mask it out"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,109 +157,103 @@ class TokenInputs(NamedTuple):
     value_weight: Tensor | None = None
 
 
-def policy_surrogate(log_ratio: Tensor, advantages: Tensor, p: LossParams) -> Tensor:
-    """max(-A r, -A clip(r)), then at most -dual_clip * A where A < 0 (eq. 7 of PPO; eq. 5 of dual-clip PPO).
+def policy_surrogate(log_ratio: Tensor, advantages: Tensor, p: LossParams) -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r)), then at most -dual_clip * A where A < 0, and its derivative by log_ratio.
 
-    Clipped branches are constants, so that exp may overflow in them without a NaN in the gradient. Bounds are inclusive:
-    a ratio exactly on a bound still has gradient -A r.
+    Eq. 7 of PPO, eq. 5 of dual-clip PPO. Bounds are inclusive: a ratio exactly on a bound still has derivative -A r.
     """
-    ratio = log_ratio.detach().clamp(-p.log_ratio_clamp, p.log_ratio_clamp).exp()
+    ratio = log_ratio.clamp(-p.log_ratio_clamp, p.log_ratio_clamp).exp()
     high = (advantages > 0) & (ratio > p.ratio_high)
-    dual = (advantages < 0) & (ratio > p.dual_clip)
     low = (advantages < 0) & (ratio < p.ratio_low)
-    constant = torch.where(high, -p.ratio_high * advantages, 0.0)
-    constant = torch.where(low, -p.ratio_low * advantages, constant)
+    dual = (advantages < 0) & (ratio > p.dual_clip)
+    bound = torch.where(high, p.ratio_high, torch.where(low, p.ratio_low, 0.0))
     if p.dual_clip != torch.inf:
-        constant = torch.where(dual, -p.dual_clip * advantages, constant)
-    free = ~(high | dual | low | ((advantages == 0) & ~ratio.isnan()))
-    free_ratio = torch.where(free, log_ratio, 0.0).clamp(-p.log_ratio_clamp, p.log_ratio_clamp).exp()
-    return torch.where(free, -advantages * free_ratio, constant)
+        bound = torch.where(dual, p.dual_clip, bound)
+    constant = high | low | dual | ((advantages == 0) & ~ratio.isnan())  # 0 * inf is 0 here
+    value = -advantages * torch.where(constant, bound.to(ratio.dtype), ratio)
+    return value, torch.where(constant | (log_ratio.abs() > p.log_ratio_clamp), 0.0, value)
 
 
-def kl_estimate(log_ratio: Tensor, p: LossParams) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from log_ratio = logprob - ref_logprob, with both clamps."""
+def kl_estimate(log_ratio: Tensor, p: LossParams) -> tuple[Tensor, Tensor]:
+    """Per-token estimate of KL(policy || reference) and its derivative, from d = logprob - ref_logprob; both clamps."""
     kind = KL_ESTIMATORS[int(p.kl_estimator)]
-
-    def raw(d: Tensor) -> Tensor:
-        if kind == "k1":
-            return d
-        if kind == "k2":
-            return 0.5 * d * d
-        if kind == "k3":
-            return torch.expm1(-d) + d
-        return d.abs()
-
     d = log_ratio.clamp(-p.kl_input_clamp, p.kl_input_clamp)
-    value = raw(d.detach())
-    capped = value.abs() > p.kl_output_clamp
-    inside = raw(torch.where(capped, 0.0, d))  # never form inf * 0 in the gradient
-    return torch.where(capped, value.clamp(-p.kl_output_clamp, p.kl_output_clamp), inside)
+    if kind == "k1":
+        value, slope = d, torch.ones_like(d)
+    elif kind == "k2":
+        value, slope = 0.5 * d * d, d
+    elif kind == "k3":
+        value, slope = torch.expm1(-d) + d, -torch.expm1(-d)
+    else:
+        value, slope = d.abs(), d.sign()
+    outside = (value.abs() > p.kl_output_clamp) | (log_ratio.abs() > p.kl_input_clamp)
+    return value.clamp(-p.kl_output_clamp, p.kl_output_clamp), torch.where(outside, 0.0, slope)
 
 
-def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, p: LossParams) -> tuple[Tensor, Tensor]:
-    """(value_loss_scale * max((V - R)^2, (V_clipped - R)^2), clipped); the larger error is the pessimistic choice."""
-    free = (values - returns).square()
-    if old_values is None or p.value_clip == torch.inf:
-        return p.value_loss_scale * free, torch.zeros_like(values, dtype=torch.bool)
-    moved = (values - old_values).detach()
-    bound = torch.where(moved > 0, old_values + p.value_clip, old_values - p.value_clip)
-    clipped = (moved.abs() > p.value_clip) & ((bound - returns).square() > free.detach())
-    return p.value_loss_scale * torch.where(clipped, (bound - returns).square(), free), clipped
+def value_loss(
+    values: Tensor, old_values: Tensor | None, returns: Tensor, p: LossParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(l, dl/dV, clipped) with l = value_loss_scale * max((V - R)^2, (V_clipped - R)^2): the pessimistic choice."""
+    error, clipped = values - returns, torch.zeros_like(values, dtype=torch.bool)
+    if old_values is not None:
+        moved = values - old_values
+        bounded = torch.where(moved > 0, old_values + p.value_clip, old_values - p.value_clip) - returns
+        clipped = (moved.abs() > p.value_clip) & (bounded.square() > error.square())
+        error = torch.where(clipped, bounded, error)
+    slope = torch.where(clipped, 0.0, 2 * p.value_loss_scale * error)
+    return p.value_loss_scale * error.square(), slope, clipped
 
 
 def token_loss(logprobs: Tensor, entropy: Tensor | None, inputs: TokenInputs, params: Sequence[float]) -> TokenLoss:
     """Loss, metrics and the coefficients dL/dlogprob, dL/dentropy, dL/dvalues, all [N] but for the sums."""
     p = LossParams(*params)
-    with torch.enable_grad():
-        logprobs = logprobs.detach().requires_grad_()
-        entropy = None if entropy is None else entropy.detach().requires_grad_()
-        values = None if inputs.values is None else inputs.values.detach().requires_grad_()
-        terms, metrics = _token_loss(logprobs, entropy, values, inputs, p)
-        leaves = [x for x in (logprobs, entropy, values) if x is not None]
-        grads = torch.autograd.grad(terms[0], leaves, allow_unused=True)
-    by_leaf = {id(x): g for x, g in zip(leaves, grads, strict=True)}
-
-    def grad_of(x: Tensor | None) -> Tensor:
-        g = None if x is None else by_leaf[id(x)]
-        return torch.zeros_like(logprobs if x is None else x).detach() if g is None else g
-
-    return TokenLoss(terms.detach(), metrics, grad_of(logprobs), grad_of(entropy), grad_of(values))
-
-
-def _token_loss(
-    logprobs: Tensor, entropy: Tensor | None, values: Tensor | None, inputs: TokenInputs, p: LossParams
-) -> tuple[Tensor, Tensor]:
     valid = torch.ones_like(logprobs, dtype=torch.bool) if inputs.valid is None else inputs.valid
+    counted = valid & (inputs.weight != 0)  # a token of weight 0 adds nothing, whatever it holds
+    zeros = torch.zeros_like(logprobs)
 
     def select(x: Tensor) -> Tensor:  # masked slots are read as 0
         return torch.where(valid, x, 0.0)
 
-    def total(x: Tensor) -> Tensor:  # a token of weight 0 adds nothing, whatever it holds
-        return torch.where(valid & (inputs.weight != 0), x * inputs.weight, 0.0).sum()
+    def share(x: Tensor) -> Tensor:
+        return torch.where(counted, x * inputs.weight, 0.0)
 
     logprobs, advantages = select(logprobs), select(inputs.advantages)
-    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else select(inputs.old_logprobs)
-    log_ratio = logprobs - old_logprobs
-    policy = policy_surrogate(log_ratio, advantages, p)
-    token = policy
-    policy_term, kl_term, value_term = total(policy), total(torch.zeros_like(policy)), total(torch.zeros_like(policy))
-    loss = policy_term
+    log_ratio = logprobs - (logprobs if inputs.old_logprobs is None else select(inputs.old_logprobs))
+    policy, slope = policy_surrogate(log_ratio, advantages, p)
+    token, kl, kl_term = policy, zeros, zeros.sum()
+    loss = policy_term = share(policy).sum()
+    grad_entropy = zeros.clone()
     if entropy is not None:
         entropy = select(entropy)
         if p.entropy_coef != 0:
-            loss = loss - p.entropy_coef * total(entropy)
+            loss = loss - p.entropy_coef * share(entropy).sum()
             token = token - p.entropy_coef * entropy
-    kl = torch.zeros_like(logprobs)
+            grad_entropy = share(torch.full_like(entropy, -p.entropy_coef))
     if inputs.ref_logprobs is not None:
-        kl = kl_estimate(logprobs - select(inputs.ref_logprobs), p)
-        kl_term = total(kl)
+        kl, kl_slope = kl_estimate(logprobs - select(inputs.ref_logprobs), p)
+        kl_term = share(kl).sum()
         if p.kl_coef != 0:
             loss = loss + p.kl_coef * kl_term
             token = token + p.kl_coef * kl
+            slope = slope + p.kl_coef * kl_slope
 
-    clamped = log_ratio.detach().clamp(-p.log_ratio_clamp, p.log_ratio_clamp)
+    value_term, value_tokens, value_clipped = zeros.sum(), zeros.sum(), zeros.sum()
+    grad_values = zeros.clone()
+    if inputs.values is not None and inputs.returns is not None and inputs.value_weight is not None:
+        value_valid = torch.ones_like(valid) if inputs.value_valid is None else inputs.value_valid
+        numbers = (inputs.values, inputs.old_values, inputs.returns)
+        v, old_v, returns = (None if x is None else torch.where(value_valid, x, 0.0) for x in numbers)
+        assert v is not None and returns is not None
+        squared, value_slope, clipped = value_loss(v, old_v, returns, p)
+        counted_values = value_valid & (inputs.value_weight != 0)
+        value_term = torch.where(counted_values, squared * inputs.value_weight, 0.0).sum()
+        grad_values = torch.where(counted_values, p.vf_coef * inputs.value_weight * value_slope, 0.0)
+        value_tokens, value_clipped = value_valid.sum(), (clipped & value_valid).sum()
+        loss = loss + p.vf_coef * value_term
+
+    clamped = log_ratio.clamp(-p.log_ratio_clamp, p.log_ratio_clamp)
     ratio = clamped.exp()
-    sums = [
+    per_token = (
         valid,
         ratio,
         -clamped,
@@ -263,27 +262,16 @@ def _token_loss(
         (advantages < 0) & (ratio < p.ratio_low),
         (advantages > 0) & (ratio > p.ratio_high),
         (advantages < 0) & (ratio > p.dual_clip),
-        log_ratio.detach().abs() > p.log_ratio_clamp,
-        torch.zeros_like(logprobs) if entropy is None else entropy,
+        log_ratio.abs() > p.log_ratio_clamp,
+        zeros if entropy is None else entropy,
         kl,
         ~token.isfinite(),
-    ]
-    packed = [select(x.detach().to(logprobs.dtype)).sum() for x in sums]
-    if values is not None and inputs.returns is not None and inputs.value_weight is not None:
-        value_valid = torch.ones_like(values, dtype=torch.bool) if inputs.value_valid is None else inputs.value_valid
-        v = torch.where(value_valid, values, 0.0)
-        returns = torch.where(value_valid, inputs.returns, 0.0)
-        old_values = None if inputs.old_values is None else torch.where(value_valid, inputs.old_values, 0.0)
-        squared, clipped = value_loss(v, old_values, returns, p)
-        value_term = torch.where(value_valid & (inputs.value_weight != 0), squared * inputs.value_weight, 0.0).sum()
-        loss = loss + p.vf_coef * value_term
-        packed += [value_valid.sum().to(ratio.dtype), (clipped & value_valid).sum().to(ratio.dtype)]
-    else:
-        packed += [torch.zeros_like(packed[0])] * 2
-    lowest = torch.full_like(ratio, NO_MAXIMUM)
-    extremes = [torch.where(valid, x, lowest) for x in (ratio, -ratio)]
-    packed += [torch.cat([x, lowest[:0], x.new_full((1,), NO_MAXIMUM)]).amax() for x in extremes]
-    return torch.stack([loss, policy_term, value_term, kl_term]), torch.stack(packed).float()
+    )
+    none = ratio.new_full((1,), NO_MAXIMUM)
+    extremes = [torch.cat([torch.where(valid, x, NO_MAXIMUM), none]).amax() for x in (ratio, -ratio)]
+    metrics = [*(select(x.to(ratio.dtype)).sum() for x in per_token), value_tokens, value_clipped, *extremes]
+    terms = torch.stack([loss, policy_term, value_term, kl_term])
+    return TokenLoss(terms, torch.stack([x.float() for x in metrics]), share(slope), grad_entropy, grad_values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

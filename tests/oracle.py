@@ -1,11 +1,11 @@
 """The test oracle: every formula of the library once more, in float64, as plainly as it can be said.
 
-It shares no code with ppo_kernels. A vocabulary row is a numpy float64 vector, a token is a Python float, a sequence is
-a Python loop. Every gradient is analytic, written branch by branch next to its value; `test_oracle.py` checks those
+It shares no code with ppo_kernels. A vocabulary row is a numpy float64 vector, a token is a Python float, a sequence
+is a Python loop. Every gradient is analytic, written branch by branch next to its value; `test_oracle.py` checks those
 branches against float64 autograd and against numbers worked out by hand.
 
-Conventions: new/old/ref are log-probabilities in nats, `delta = new - old`, `ratio = exp(delta)`, a mask is truthy where a
-token counts, all losses are minimised. A masked slot is skipped by `continue`: its content is never looked at.
+Conventions: new/old/ref are log-probabilities in nats, `delta = new - old`, `ratio = exp(delta)`, a mask is truthy
+where a token counts, all losses are minimised. A masked slot is skipped by `continue`: its content is never looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,11 @@ def to_mask(mask: Any, shape: Sequence[int]) -> np.ndarray:
     """`mask` as booleans of `shape`; None means every token counts."""
     if mask is None:
         return np.ones(shape, dtype=bool)
-    values = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) and mask.dtype != torch.bfloat16 else to_numpy(mask)
+    values = (
+        mask.detach().cpu().numpy()
+        if isinstance(mask, torch.Tensor) and mask.dtype != torch.bfloat16
+        else to_numpy(mask)
+    )
     assert values.shape == tuple(shape), (values.shape, shape)
     return values != 0
 
@@ -45,7 +50,7 @@ def exp(x: float) -> float:
         return INF
 
 
-# ----------------------------------------------------------------------------------------------- one row of the vocabulary
+# ---------------------------------------------------------------------------------------- one row of the vocabulary
 
 
 @dataclass
@@ -57,7 +62,7 @@ class RowScore:
 
 
 def score_row(logits: np.ndarray, token: int, temperature: float = 1.0, vocab_size: int | None = None) -> RowScore:
-    """Softmax of one row [V] over the columns that exist; a -inf column is dropped, so it has no probability and no gradient."""
+    """Softmax of one row [V] over the columns that exist; -inf columns are dropped: no probability, no gradient."""
     width = len(logits) if vocab_size is None else vocab_size
     assert 0 <= token < width, (token, width)
     live = np.flatnonzero(logits[:width] != -np.inf)
@@ -67,16 +72,21 @@ def score_row(logits: np.ndarray, token: int, temperature: float = 1.0, vocab_si
         d_logprob[:width] = d_entropy[:width] = NAN
         return RowScore(NAN, NAN, d_logprob, d_entropy)
 
+    # All but the largest logit are summed on their own: 1 - p and log(1 + tail) would lose a small tail.
     z = logits[live] / temperature
-    shifted = z - z.max()
-    log_sum = math.log(np.exp(shifted).sum())
+    top = int(z.argmax())
+    shifted = z - z[top]
+    weights = np.exp(shifted)
+    log_sum = math.log1p(np.delete(weights, top).sum())
     log_p = shifted - log_sum
     p = np.exp(log_p)
     entropy = float(-(p * log_p).sum())
-    logprob = (float(logits[token]) / temperature - float(z.max())) - log_sum  # -inf if the token's own column was dropped
+    logprob = (
+        float(logits[token]) / temperature - float(z[top])
+    ) - log_sum  # -inf if the token's own column was dropped
 
     d_logprob[live] = -p
-    d_logprob[token] += 1.0
+    d_logprob[token] = p[live != token].sum()
     d_entropy[live] = -p * (log_p + entropy)
     return RowScore(logprob, entropy, d_logprob / temperature, d_entropy / temperature)
 
@@ -89,7 +99,7 @@ class Scores:
     logits_shape: tuple[int, ...]
 
     def d_logits(self, d_logprobs: np.ndarray, d_entropy: np.ndarray | None = None) -> np.ndarray:
-        """Gradient of the logits for the given upstream gradients; zero for masked rows and for the last row of a shift."""
+        """Gradient of the logits for the given upstream gradients; zero for masked rows and the last row of a shift."""
         grad = np.zeros(self.logits_shape)
         for index, row in self.rows.items():
             up_logprob = float(d_logprobs[index])
@@ -101,24 +111,31 @@ class Scores:
         return grad
 
 
-def score(logits: Any, tokens: Any, mask: Any = None, *, temperature: float = 1.0, vocab_size: int | None = None,
-          shift: bool = False) -> Scores:
+def score(
+    logits: Any,
+    tokens: Any,
+    mask: Any = None,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    shift: bool = False,
+) -> Scores:
     """logits [..., V], tokens [...] -> log-probability and entropy of every token that counts, 0 where masked."""
     x = to_numpy(logits)
     ids = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
-    shape = ids.shape[:-1] + (ids.shape[-1] - 1,) if shift else ids.shape
+    shape = (*ids.shape[:-1], ids.shape[-1] - 1) if shift else ids.shape
     valid = to_mask(mask, shape)
     logprobs, entropy, rows = np.zeros(shape), np.zeros(shape), {}
     for index in np.ndindex(*shape):
         if not valid[index]:
             continue
-        target = index[:-1] + (index[-1] + 1,) if shift else index
+        target = (*index[:-1], index[-1] + 1) if shift else index
         row = score_row(x[index], int(ids[target]), temperature, vocab_size)
         logprobs[index], entropy[index], rows[index] = row.logprob, row.entropy, row
     return Scores(logprobs, entropy, rows, x.shape)
 
 
-# ------------------------------------------------------------------------------------------------ terms of the loss, per token
+# ------------------------------------------------------------------------------------- terms of the loss, per token
 
 
 @dataclass
@@ -158,7 +175,7 @@ class PolicyTerm:
 
 
 def policy_term(new: float, old: float | None, advantage: float, spec: LossSpec) -> PolicyTerm:
-    """max(-A ratio, -A clip(ratio)), capped at -A dual_clip for A < 0. old=None: the ratio is 1 and keeps its gradient."""
+    """max(-A ratio, -A clip(ratio)), capped at -A dual_clip for A < 0. old=None: ratio 1, gradient kept."""
     delta = 0.0 if old is None else new - old
     if old is None and not math.isfinite(new):
         delta = NAN
@@ -252,22 +269,24 @@ def value_term(value: float, old: float | None, target: float, spec: LossSpec) -
     return spec.value_loss_scale * plain, spec.value_loss_scale * 2 * (value - target), False, margin
 
 
-# --------------------------------------------------------------------------------------------------------------- aggregation
+# ----------------------------------------------------------------------------------------------------- aggregation
 
 
 def sequences(shape: Sequence[int], cu_seqlens: Sequence[int] | None = None) -> list[list[int]]:
     """Flat indices of each sequence: the rows of the last axis, or the segments of a packed [N]."""
     total = int(np.prod(shape, dtype=np.int64))
     if cu_seqlens is not None:
-        return [list(range(int(a), int(b))) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:])]
+        return [list(range(int(a), int(b))) for a, b in pairwise(cu_seqlens)]
     length = shape[-1]
     if length == 0:
         return [[] for _ in range(int(np.prod(shape[:-1], dtype=np.int64)))]
     return [list(range(start, start + length)) for start in range(0, total, length)]
 
 
-def aggregation_weights(valid: np.ndarray, spec: LossSpec, cu_seqlens: Any = None, normalizer: float | None = None) -> list[float]:
-    """Every mode is linear: weight[i] is what the i-th token's loss (flat) counts in the scalar. Masked tokens weigh 0."""
+def aggregation_weights(
+    valid: np.ndarray, spec: LossSpec, cu_seqlens: Any = None, normalizer: float | None = None
+) -> list[float]:
+    """Every mode is linear: weight[i] is what the i-th token's loss counts in the scalar. Masked tokens weigh 0."""
     flat = [bool(v) for v in valid.reshape(-1)]
     weights = [0.0] * len(flat)
     if spec.aggregation == "token-mean":
@@ -278,7 +297,7 @@ def aggregation_weights(valid: np.ndarray, spec: LossSpec, cu_seqlens: Any = Non
     counts = [sum(flat[i] for i in row) for row in rows]
     n_rows = len(rows) if spec.agg_include_empty else sum(1 for n in counts if n > 0)
     denominator = max(n_rows if normalizer is None else normalizer, 1)
-    for row, count in zip(rows, counts):
+    for row, count in zip(rows, counts, strict=True):
         for i in row:
             if not flat[i]:
                 continue
@@ -294,7 +313,7 @@ def aggregation_weights(valid: np.ndarray, spec: LossSpec, cu_seqlens: Any = Non
     return weights
 
 
-# --------------------------------------------------------------------------------------------------------------- the whole loss
+# -------------------------------------------------------------------------------------------------- the whole loss
 
 
 @dataclass
@@ -310,9 +329,24 @@ class LossResult:
     margin: float = INF  # distance of the nearest token from a switch of branch; compare only away from 0
 
 
-def ppo(new: Any, old: Any, advantages: Any, mask: Any = None, *, spec: LossSpec, entropy: Any = None, values: Any = None,
-        old_values: Any = None, returns: Any = None, value_mask: Any = None, ref: Any = None, token_weights: Any = None,
-        cu_seqlens: Any = None, normalizer: float | None = None, loss_scale: float = 1.0) -> LossResult:
+def ppo(
+    new: Any,
+    old: Any,
+    advantages: Any,
+    mask: Any = None,
+    *,
+    spec: LossSpec,
+    entropy: Any = None,
+    values: Any = None,
+    old_values: Any = None,
+    returns: Any = None,
+    value_mask: Any = None,
+    ref: Any = None,
+    token_weights: Any = None,
+    cu_seqlens: Any = None,
+    normalizer: float | None = None,
+    loss_scale: float = 1.0,
+) -> LossResult:
     """The scalar loss from per-token inputs, token by token."""
     lp = to_numpy(new)
     shape = lp.shape
@@ -333,7 +367,8 @@ def ppo(new: Any, old: Any, advantages: Any, mask: Any = None, *, spec: LossSpec
     margin = INF
     ratios: list[float] = []
     seen: dict[str, float] = dict.fromkeys(
-        ["k1", "k2", "k3", "low", "high", "dual", "clamped", "entropy", "ref_kl", "nonfinite"], 0.0)
+        ["k1", "k2", "k3", "low", "high", "dual", "clamped", "entropy", "ref_kl", "nonfinite"], 0.0
+    )
     for i, counts in enumerate(valid.reshape(-1)):
         if not counts:
             continue
@@ -409,8 +444,17 @@ def ppo(new: Any, old: Any, advantages: Any, mask: Any = None, *, spec: LossSpec
         "value_tokens": float(n_values),
         "nonfinite": seen["nonfinite"],
     }
-    return LossResult(total * loss_scale, policy, value_loss, kl, d_lp.reshape(shape) * loss_scale,
-                      d_ent.reshape(shape) * loss_scale, d_values, metrics, margin)
+    return LossResult(
+        total * loss_scale,
+        policy,
+        value_loss,
+        kl,
+        d_lp.reshape(shape) * loss_scale,
+        d_ent.reshape(shape) * loss_scale,
+        d_values,
+        metrics,
+        margin,
+    )
 
 
 @dataclass
@@ -420,20 +464,39 @@ class FusedResult:
     d_logits: np.ndarray
 
 
-def fused(logits: Any, tokens: Any, old: Any, advantages: Any, mask: Any = None, *, spec: LossSpec, shift: bool = False,
-          **rest: Any) -> FusedResult:
-    """The loss straight from logits: score every row, take the loss, push its per-token gradients back through the rows."""
+def fused(
+    logits: Any,
+    tokens: Any,
+    old: Any,
+    advantages: Any,
+    mask: Any = None,
+    *,
+    spec: LossSpec,
+    shift: bool = False,
+    **rest: Any,
+) -> FusedResult:
+    """The loss from logits: score every row, take the loss, push its per-token gradients back through the rows."""
     scores = score(logits, tokens, mask, temperature=spec.temperature, vocab_size=spec.vocab_size, shift=shift)
     result = ppo(scores.logprobs, old, advantages, mask, spec=spec, entropy=scores.entropy, **rest)
     return FusedResult(result, scores, scores.d_logits(result.d_logprobs, result.d_entropy))
 
 
-# --------------------------------------------------------------------------------------------------- advantages and rewards
+# ------------------------------------------------------------------------------------------ advantages and rewards
 
 
-def gae_sequence(rewards: list[float], values: list[float], valid: list[bool], *, gamma: float, lam: float, bootstrap: float,
-                 terminated: list[bool], truncated: list[bool], next_values: list[float] | None,
-                 mask_mode: str) -> tuple[list[float], list[float]]:
+def gae_sequence(
+    rewards: list[float],
+    values: list[float],
+    valid: list[bool],
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: float,
+    terminated: list[bool],
+    truncated: list[bool],
+    next_values: list[float] | None,
+    mask_mode: str,
+) -> tuple[list[float], list[float]]:
     """One sequence, last step first. Outputs are 0 where the mask is."""
     length = len(rewards)
     advantages, returns = [0.0] * length, [0.0] * length
@@ -456,9 +519,20 @@ def gae_sequence(rewards: list[float], values: list[float], valid: list[bool], *
     return advantages, returns
 
 
-def gae(rewards: Any, values: Any, mask: Any = None, *, gamma: float = 1.0, lam: float = 0.95, bootstrap_value: Any = None,
-        terminated: Any = None, truncated: Any = None, next_values: Any = None, mask_mode: str = "skip",
-        cu_seqlens: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def gae(
+    rewards: Any,
+    values: Any,
+    mask: Any = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_value: Any = None,
+    terminated: Any = None,
+    truncated: Any = None,
+    next_values: Any = None,
+    mask_mode: str = "skip",
+    cu_seqlens: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) for [T], [B, T], or packed [N]."""
     r = to_numpy(rewards)
     shape = r.shape
@@ -475,18 +549,36 @@ def gae(rewards: Any, values: Any, mask: Any = None, *, gamma: float = 1.0, lam:
     advantages, returns = np.zeros(r.size), np.zeros(r.size)
     for row, bootstrap in zip(rows, boot, strict=True):
         a, g = gae_sequence(
-            [r_[i] for i in row], [v_[i] for i in row], [m_[i] for i in row], gamma=gamma, lam=lam, bootstrap=bootstrap,
-            terminated=[term_[i] != 0 for i in row], truncated=[trunc_[i] != 0 for i in row],
-            next_values=None if n_ is None else [n_[i] for i in row], mask_mode=mask_mode)
-        for i, adv, ret in zip(row, a, g):
+            [r_[i] for i in row],
+            [v_[i] for i in row],
+            [m_[i] for i in row],
+            gamma=gamma,
+            lam=lam,
+            bootstrap=bootstrap,
+            terminated=[term_[i] != 0 for i in row],
+            truncated=[trunc_[i] != 0 for i in row],
+            next_values=None if n_ is None else [n_[i] for i in row],
+            mask_mode=mask_mode,
+        )
+        for i, adv, ret in zip(row, a, g, strict=True):
             advantages[i], returns[i] = adv, ret
     return advantages.reshape(shape), returns.reshape(shape)
 
 
-def shape_rewards(scores: Any, logprobs: Any, ref_logprobs: Any, mask: Any, *, kl_coef: float, kl_estimator: str = "k1",
-                  placement: str = "last_token", clip: float | None = None, missing_eos_penalty: float | None = None,
-                  has_eos: Any = None) -> np.ndarray:
-    """Per-token rewards [B, T]: minus the scaled KL at every valid token, plus the score of the sequence at its end."""
+def shape_rewards(
+    scores: Any,
+    logprobs: Any,
+    ref_logprobs: Any,
+    mask: Any,
+    *,
+    kl_coef: float,
+    kl_estimator: str = "k1",
+    placement: str = "last_token",
+    clip: float | None = None,
+    missing_eos_penalty: float | None = None,
+    has_eos: Any = None,
+) -> np.ndarray:
+    """Per-token rewards [B, T]: minus the scaled KL at every valid token, plus the score at the sequence's end."""
     lp, ref = to_numpy(logprobs), to_numpy(ref_logprobs)
     valid = to_mask(mask, lp.shape)
     rewards = np.zeros(lp.shape)
@@ -509,11 +601,13 @@ def shape_rewards(scores: Any, logprobs: Any, ref_logprobs: Any, mask: Any, *, k
     return rewards
 
 
-def whiten(x: Any, mask: Any = None, *, shift_mean: bool = True, unbiased: bool = False, eps: float = 1e-8) -> np.ndarray:
+def whiten(
+    x: Any, mask: Any = None, *, shift_mean: bool = True, unbiased: bool = False, eps: float = 1e-8
+) -> np.ndarray:
     """(x - mean) / sqrt(var + eps) over the valid entries, in two passes; 0 elsewhere."""
     values = to_numpy(x)
     valid = to_mask(mask, values.shape)
-    kept = [float(v) for v, m in zip(values.reshape(-1), valid.reshape(-1)) if m]
+    kept = [float(v) for v, m in zip(values.reshape(-1), valid.reshape(-1), strict=True) if m]
     out = np.zeros(values.shape)
     if not kept:
         return out

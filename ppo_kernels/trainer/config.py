@@ -68,7 +68,7 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     prompts: int = Field(64, ge=1)
     max_new_tokens: int = Field(16, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(0.8, gt=0)
     missing_eos_penalty: float = Field(0.0, ge=0)  # subtracted from the score of a response that never ended
     train_prompts: int | None = Field(None, ge=1)  # use only the first n training prompts (to study overfitting)
 

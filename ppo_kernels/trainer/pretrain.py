@@ -30,22 +30,16 @@ RATING_SCALE = 4.0  # human ratings are in [-4, 4], rewards in [-1, 1]
 
 def train_sft(config: Config, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log) -> PreTrainedModel:
     model = new_language_model(config.model, config.seed)
-    generator = torch.Generator().manual_seed(config.seed)
     rows = encode(tokenizer, [snippet.text for snippet in split.train], config.data.max_tokens, eos=True)
     validation = encode(tokenizer, [snippet.text for snippet in split.validation], config.data.max_tokens, eos=True)
-    optimizer, learning_rate = _optimizer(model, config.sft)
-    queue: list[list[int]] = []
-    for step in range(config.sft.steps):
-        queue = queue or batches([len(row) for row in rows], config.sft.batch, generator)
-        learning_rate(step)
-        loss, _ = _language_loss(model, [rows[i] for i in queue.pop()])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        _report(log, step, config.sft.steps, {"sft/loss": float(loss)}, f"loss {float(loss):.3f} nats/token")
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def loss(picked: list[int]) -> torch.Tensor:
+        return _language_loss(model, [rows[i] for i in picked])[0]
+
+    _fit(model, config.sft, [len(row) for row in rows], generator, loss, "sft/loss", log)
     final = validation_loss(model, validation)
-    log.step(config.sft.steps, {"sft/validation_loss": final}, f"validation {final:.3f} nats/token")
+    log.step(config.sft.steps, {"sft/validation_loss": final}, f"validation {final:.3f} nats per token")
     return model
 
 
@@ -80,21 +74,14 @@ def train_reward(
     model = Scalar(copy.deepcopy(sft.base_model), zero_head=False, generator=generator)
     rows = encode(tokenizer, [snippet.text for snippet in split.train], config.data.max_tokens, eos=True)
     ratings = torch.tensor([snippet.rating / RATING_SCALE for snippet in split.train])
-    optimizer, learning_rate = _optimizer(model, config.reward)
-    queue: list[list[int]] = []
-    for step in range(config.reward.steps):
-        queue = queue or batches([len(row) for row in rows], config.reward.batch, generator)
-        learning_rate(step)
-        picked = queue.pop()
+
+    def loss(picked: list[int]) -> torch.Tensor:
         ids, mask = pad([rows[i] for i in picked], "right")
-        error = (model(ids, mask) - ratings[picked, None]).square()
+        error: torch.Tensor = (model(ids, mask) - ratings[picked, None]).square()
         at_end = error.gather(1, mask.sum(1, keepdim=True) - 1).mean()
-        loss = at_end + config.reward.prefix_weight * error[mask].mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        _report(log, step, config.reward.steps, {"reward/loss": float(at_end)}, f"squared error {float(at_end):.3f}")
+        return at_end + config.reward.prefix_weight * error[mask].mean()
+
+    _fit(model, config.reward, [len(row) for row in rows], generator, loss, "reward/loss", log)
     correlation, sign = judge(model, split.validation, tokenizer, config.data.max_tokens)
     values = {"reward/validation_correlation": correlation, "reward/validation_sign_accuracy": sign}
     log.step(config.reward.steps, values, f"validation correlation {correlation:.2f}, sign right {sign:.0%}")
@@ -120,22 +107,29 @@ def judge(
 # ---- common ---------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(
-    model: torch.nn.Module, config: SFTConfig | RewardConfig
-) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
-    """AdamW, and the function that sets step i's learning rate: linear warm-up, then cosine to 5%."""
+def _fit(
+    model: torch.nn.Module,
+    config: SFTConfig | RewardConfig,
+    lengths: list[int],
+    generator: torch.Generator,
+    loss_of: Callable[[list[int]], torch.Tensor],  # row numbers -> scalar
+    name: str,
+    log: Log,
+) -> None:
+    """AdamW over shuffled batches with a linear warm-up, then a cosine to 5% of the learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True)
-
-    def learning_rate(step: int) -> None:
+    queue: list[list[int]] = []
+    for step in range(config.steps):
+        queue = queue or batches(lengths, config.batch, generator)
         cosine = 0.05 + 0.95 * (1 + math.cos(math.pi * step / config.steps)) / 2
         optimizer.param_groups[0]["lr"] = config.lr * min(1.0, (step + 1) / max(config.warmup, 1)) * cosine
-
-    return optimizer, learning_rate
-
-
-def _report(log: Log, step: int, total: int, values: dict[str, float], line: str) -> None:
-    if step % max(total // 50, 1) == 0:
-        log.step(step, values, f"step {step}/{total} | {line}")
+        loss = loss_of(queue.pop())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % max(config.steps // 50, 1) == 0:
+            log.step(step, {name: float(loss)}, f"step {step}/{config.steps} | loss {float(loss):.3f}")
 
 
 # ---- cache ----------------------------------------------------------------------------------------------------------

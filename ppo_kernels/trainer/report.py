@@ -187,7 +187,9 @@ def _pretrain_charts(rows: Rows) -> list[str]:
         chart(
             "Reward model",
             f"squared error, training batches; validation correlation with people {judged}",
-            [_series(rows, "reward/loss", "squared error")],
+            [
+                _series([row for row in rows if row["step"] > 0], "reward/loss", "loss")
+            ],  # the first one is off the scale
             x_label="step",
             zero=True,
         ),

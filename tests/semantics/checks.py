@@ -36,7 +36,8 @@ def assert_within(got: Any, want: Any, bound: Any, what: str = "") -> None:
     if excess.size and excess.max() > 0:
         worst = int(excess.argmax())
         raise AssertionError(
-            f"{what}: got {got[finite][worst]!r}, expected {want[finite][worst]!r}, error {error[worst]:.3g} > {bound[finite][worst]:.3g}"
+            f"{what}: got {got[finite][worst]!r}, expected {want[finite][worst]!r}, "
+            f"error {error[worst]:.3g} > {bound[finite][worst]:.3g}"
         )
 
 
@@ -65,11 +66,12 @@ def assert_logits_grad(got: torch.Tensor, want: np.ndarray, slack: float = 1.0) 
     """
     value = to_numpy(got)
     assert value.shape == want.shape, f"gradient of shape {value.shape}, expected {want.shape}"
-    assert np.isfinite(value).all() and np.isfinite(want).all(), "gradient must be finite"
+    assert np.isfinite(value).all(), "gradient must be finite"
+    assert np.isfinite(want).all()
     if got.dtype in (torch.float32, torch.float64):
         bar = (2e-6 if got.dtype == torch.float32 else 1e-12) * slack
-        size = np.linalg.norm(want)
-        assert np.linalg.norm(value - want) <= bar * size, f"relative error {np.linalg.norm(value - want) / max(size, 1e-300):.3g} > {bar}"
+        size, error = np.linalg.norm(want), np.linalg.norm(value - want)
+        assert error <= bar * size, f"gradient: relative error {error / max(size, 1e-300):.3g} > {bar:.3g}"
         return
     reference = rounded(want, got.dtype)
     row_largest = np.abs(want).max(axis=-1, keepdims=True) if want.size else np.zeros(want.shape)
@@ -83,5 +85,5 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal including the sign of zero and the payload of NaN."""
-    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
     return a.detach().contiguous().view(-1).view(torch.uint8).equal(b.detach().contiguous().view(-1).view(torch.uint8))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import assert_close, assert_entropy, assert_logits_grad, assert_logprobs, leaf
 from oracle import INF, NAN, LossSpec
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,7 +63,9 @@ def test_case_03_gradient_of_both_outputs_with_neg_inf_columns(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("width", [2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048, 2049, 4095, 4096, 4097, 8193, 12289])
+@pytest.mark.parametrize(
+    "width", [2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048, 2049, 4095, 4096, 4097, 8193, 12289]
+)
 def test_case_04_only_the_last_column_is_finite(width, dtype):
     """A block that saw nothing but -inf rescales by exp(-inf + inf) in a careless online softmax."""
     logits = torch.full((1, width), -INF, dtype=dtype)
@@ -159,7 +162,7 @@ def test_case_06_partial_tile_columns_do_not_enter_the_sum(width, level, dtype):
 def test_case_06_scores_do_not_change_when_logits_shift(width):
     logits = (torch.randn(3, width) * 64).round() / 64  # sums with +-50 are exact in fp32
     tokens = torch.randint(width, (3,))
-    lp, h = score(logits, tokens)
+    _, h = score(logits, tokens)
     for shift in (-50, 50):
         lp_shifted, h_shifted = score(logits + shift, tokens)
         assert_logprobs(lp_shifted, oracle.score(logits, tokens).logprobs)
@@ -183,7 +186,9 @@ def test_case_08_vocab_size_hides_padded_head_rows(width, dtype):
     assert_close(h, [math.log(5)], 1e-6)
     torch.autograd.backward([lp, h], [torch.tensor([0.5]), torch.tensor([0.25])])
     assert (logits.grad[:, 5:] == 0).all()
-    assert_logits_grad(logits.grad, oracle.score(logits, torch.tensor([1]), vocab_size=5).d_logits(np.array([0.5]), np.array([0.25])))
+    assert_logits_grad(
+        logits.grad, oracle.score(logits, torch.tensor([1]), vocab_size=5).d_logits(np.array([0.5]), np.array([0.25]))
+    )
 
     full, _ = score(logits.detach(), torch.tensor([1]))
     assert_logprobs(full, oracle.score(logits, torch.tensor([1])).logprobs)
@@ -196,7 +201,9 @@ def test_case_08_nan_in_columns_that_do_not_exist_changes_nothing():
     tokens = torch.tensor([3, 29])
     config = PPOLossConfig(vocab_size=30, entropy_coef=0.1)
     out = fused_ppo_loss(logits, tokens, torch.full((2,), -3.0), torch.ones(2), config=config)
-    want = oracle.fused(logits, tokens, torch.full((2,), -3.0), torch.ones(2), spec=LossSpec(vocab_size=30, entropy_coef=0.1))
+    want = oracle.fused(
+        logits, tokens, torch.full((2,), -3.0), torch.ones(2), spec=LossSpec(vocab_size=30, entropy_coef=0.1)
+    )
     out.loss.backward()
     assert_logprobs(out.logprobs, want.scores.logprobs)
     assert_close(out.loss, want.result.loss, 2e-6)

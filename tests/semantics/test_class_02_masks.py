@@ -8,6 +8,7 @@ import pytest
 import torch
 from checks import assert_close, assert_logits_grad, leaf, same_bits
 from oracle import INF, NAN, LossSpec
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
 
 AGGREGATIONS = [
@@ -17,7 +18,17 @@ AGGREGATIONS = [
     {"aggregation": "seq-mean-token-sum"},
     {"aggregation": "seq-mean-token-sum-norm", "agg_max_len": 8},
 ]
-PER_TOKEN = ["logprobs", "old_logprobs", "advantages", "entropy", "values", "old_values", "returns", "ref_logprobs", "token_weights"]
+PER_TOKEN = [
+    "logprobs",
+    "old_logprobs",
+    "advantages",
+    "entropy",
+    "values",
+    "old_values",
+    "returns",
+    "ref_logprobs",
+    "token_weights",
+]
 
 
 def full_batch(shape=(3, 4)):
@@ -94,7 +105,7 @@ def test_case_12_no_argument_leaks_from_masked_slots_in_any_aggregation(slot, pa
     poisoned, grads = run(True)
     assert clean.loss.isfinite()
     assert same_bits(clean.loss, poisoned.loss)
-    for a, b in zip(clean_grads, grads):
+    for a, b in zip(clean_grads, grads, strict=True):
         assert same_bits(a, b)
         assert (b[~mask] == 0).all()
     assert clean.metrics.compute() == poisoned.metrics.compute()
@@ -118,11 +129,13 @@ def test_case_11_a_whole_masked_row_of_logits(dtype, payload):
         results.append((out.loss, out.logprobs, x.grad))
         assert (x.grad[~mask] == 0).all()
         assert (out.logprobs[~mask] == 0).all()
-    for a, b in zip(*results):
+    for a, b in zip(*results, strict=True):
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("slot", ["logprobs", "old_logprobs", "advantages", "entropy", "values", "returns", "ref_logprobs"])
+@pytest.mark.parametrize(
+    "slot", ["logprobs", "old_logprobs", "advantages", "entropy", "values", "returns", "ref_logprobs"]
+)
 def test_case_11_an_unmasked_nan_stays_visible(slot):
     batch = full_batch()
     batch[slot][2, 1] = NAN
@@ -183,7 +196,11 @@ def test_case_16_empty_mask_gives_exactly_zero(aggregation):
         assert np.isfinite(value), key
 
 
-@pytest.mark.parametrize("aggregation", [a for a in AGGREGATIONS if not a.get("agg_include_empty")], ids=lambda a: "-".join(map(str, a.values())))
+@pytest.mark.parametrize(
+    "aggregation",
+    [a for a in AGGREGATIONS if not a.get("agg_include_empty")],
+    ids=lambda a: "-".join(map(str, a.values())),
+)
 def test_case_16_an_empty_row_changes_nothing(aggregation):
     config, spec = config_and_spec(**aggregation)
     batch = full_batch((2, 3))
@@ -201,8 +218,15 @@ def test_case_17_all_tokens_masked_still_backpropagates_zeros(dtype, inplace_gra
     logits = torch.randn(2, 3, 17, dtype=dtype).requires_grad_()
     z = logits * 1
     shape = (2, 2) if shift else (2, 3)
-    out = fused_ppo_loss(z, torch.zeros(2, 3, dtype=torch.long), torch.zeros(shape), torch.ones(shape), torch.zeros(shape),
-                         shift=shift, inplace_grad=inplace_grad)
+    out = fused_ppo_loss(
+        z,
+        torch.zeros(2, 3, dtype=torch.long),
+        torch.zeros(shape),
+        torch.ones(shape),
+        torch.zeros(shape),
+        shift=shift,
+        inplace_grad=inplace_grad,
+    )
     assert out.loss == 0
     assert out.loss.requires_grad
     assert out.loss.grad_fn is not None
@@ -251,7 +275,10 @@ def test_case_19_whether_a_fully_masked_row_is_counted_is_an_option(include_empt
     assert_close(ppo_loss(zeros, zeros, adv, mask, config=config).loss, expected, 2e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16],
+)
 def test_case_20_counts_do_not_saturate_in_the_dtype_of_the_mask(dtype):
     """bf16 cannot count past 256, uint8 not past 255, int8 not past 127."""
     n = 3001
@@ -261,14 +288,29 @@ def test_case_20_counts_do_not_saturate_in_the_dtype_of_the_mask(dtype):
     assert out.metrics.compute()["tokens"] == n
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    ],
+)
 def test_case_21_every_mask_dtype_means_the_same(dtype):
     batch = full_batch()
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
-    config, spec = config_and_spec()
+    config, _ = config_and_spec()
     assert same_bits(call(batch, mask.to(dtype), config).loss, call(batch, mask.bool(), config).loss)
     logits, tokens = torch.randn(3, 4, 9), torch.randint(9, (3, 4))
-    assert same_bits(logprobs_from_logits(logits, tokens, mask.to(dtype)), logprobs_from_logits(logits, tokens, mask.bool()))
+    assert same_bits(
+        logprobs_from_logits(logits, tokens, mask.to(dtype)), logprobs_from_logits(logits, tokens, mask.bool())
+    )
 
 
 def test_case_21_a_fractional_mask_is_refused_not_truncated():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import assert_close, assert_entropy, assert_logits_grad, assert_logprobs, leaf, same_bits
 from oracle import LossSpec
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,7 +89,7 @@ def test_case_29_a_sequence_slice_is_not_copied():
 
 
 def test_case_29_a_sequence_slice_is_not_copied_on_the_cpu():
-    """4 GB of address space, of which only the rows in the view exist: a copy of the slice is small, of the storage not."""
+    """2 GB of address space, of which only the rows in the view exist: a copy of it all would be slow and large."""
     wide = torch.empty(2, 1 << 15, 1 << 14, dtype=torch.bfloat16)[:, : 1 << 15 : 1 << 14]
     wide.fill_(1.0)
     lp = logprobs_from_logits(wide, torch.zeros(2, 2, dtype=torch.long))
@@ -110,8 +111,20 @@ def test_case_30_every_per_token_argument_has_its_own_strides(view):
     if view == "broadcast_scalar":
         mask = torch.ones(2, 4, dtype=torch.long)
     logits = torch.randn(2, 4, 9)
-    names = ["old_logprobs", "advantages", "values", "old_values", "returns", "ref_logprobs", "token_weights", "value_mask"]
-    args = {name: torch.randn(2, 4) for name in names} | {"token_weights": torch.rand(2, 4), "value_mask": torch.ones(2, 4)}
+    names = [
+        "old_logprobs",
+        "advantages",
+        "values",
+        "old_values",
+        "returns",
+        "ref_logprobs",
+        "token_weights",
+        "value_mask",
+    ]
+    args = {name: torch.randn(2, 4) for name in names} | {
+        "token_weights": torch.rand(2, 4),
+        "value_mask": torch.ones(2, 4),
+    }
     args["old_logprobs"] = args["old_logprobs"] - 2
     config = PPOLossConfig(entropy_coef=0.01, kl_coef=0.1, value_clip=0.2)
 
@@ -122,7 +135,7 @@ def test_case_30_every_per_token_argument_has_its_own_strides(view):
         out.loss.backward()
         return out.loss, out.logprobs, x.grad
 
-    for a, b in zip(run(lambda x: x), run(lambda x: x.contiguous().clone())):
+    for a, b in zip(run(lambda x: x), run(lambda x: x.contiguous().clone()), strict=True):
         assert same_bits(a, b)
 
 
@@ -132,7 +145,14 @@ def test_case_32_any_upstream_gradient_strides(reduce, dtype):
     logits = leaf(torch.randn(2, 3, 8, dtype=dtype))
     tokens = torch.randint(8, (2, 3))
     w = torch.tensor([[1.0, 0, 3], [0.5, -2, 1]])
-    upstream = {"sum": torch.ones(2, 3), "mean": torch.full((2, 3), 1 / 6), "weighted": w, "sliced": w, "expanded": w[:1].expand(2, 3), "transposed": w}[reduce]
+    upstream = {
+        "sum": torch.ones(2, 3),
+        "mean": torch.full((2, 3), 1 / 6),
+        "weighted": w,
+        "sliced": w,
+        "expanded": w[:1].expand(2, 3),
+        "transposed": w,
+    }[reduce]
     lp, h = logprobs_from_logits(logits, tokens, return_entropy=True)
     if reduce in ("sum", "mean"):
         (getattr(lp, reduce)() + getattr(h, reduce)()).backward()
@@ -182,7 +202,7 @@ def test_case_35_each_output_alone_and_both(dtype):
         logits = leaf(base)
         lp, h = logprobs_from_logits(logits, token, return_entropy=True)
         outputs = [(o, torch.tensor([g])) for o, g in ((lp, g_lp), (h, g_h)) if g]
-        torch.autograd.backward(*map(list, zip(*outputs)))
+        torch.autograd.backward(*map(list, zip(*outputs, strict=True)))
         assert_logits_grad(logits.grad, want.d_logits(np.array([g_lp]), np.array([g_h])))
 
 
@@ -219,7 +239,10 @@ def test_case_36_the_fused_loss_takes_any_leading_shape(shape):
     assert_logits_grad(logits.grad, want.d_logits, slack=3)
 
 
-@pytest.mark.parametrize(("logits_shape", "tokens_shape"), [((2, 3, 5), (3,)), ((2, 3, 5), (2, 1)), ((2, 3, 5), (6,)), ((2, 3, 5), (2, 3, 1)), ((6, 5), (2, 3)), ((5,), (1,))])
+@pytest.mark.parametrize(
+    ("logits_shape", "tokens_shape"),
+    [((2, 3, 5), (3,)), ((2, 3, 5), (2, 1)), ((2, 3, 5), (6,)), ((2, 3, 5), (2, 3, 1)), ((6, 5), (2, 3)), ((5,), (1,))],
+)
 def test_case_36_other_shapes_of_tokens_are_refused(logits_shape, tokens_shape):
     with pytest.raises(ValueError, match="tokens"):
         logprobs_from_logits(torch.randn(logits_shape), torch.zeros(tokens_shape, dtype=torch.long))
@@ -237,7 +260,13 @@ def test_case_72_nothing_broadcasts_silently(name, shape):
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         ppo_loss(torch.zeros(2, 3), advantages=torch.ones(2, 3), config=config, **args)
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
-        fused_ppo_loss(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), advantages=torch.ones(2, 3), config=config, **args)
+        fused_ppo_loss(
+            torch.zeros(2, 3, 5),
+            torch.zeros(2, 3, dtype=torch.long),
+            advantages=torch.ones(2, 3),
+            config=config,
+            **args,
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3,), (1,), (), (2, 3, 1), (2, 4), (6,)])

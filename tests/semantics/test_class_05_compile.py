@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_close, leaf, same_bits
-from ppo_kernels import PPOLossConfig, fused_ppo_loss, gae, logprobs_from_logits, masked_whiten, ppo_loss, shape_rewards
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ppo_kernels import PPOLossConfig, fused_ppo_loss, gae, logprobs_from_logits, masked_whiten, ppo_loss, shape_rewards
 
 CONFIG = PPOLossConfig(entropy_coef=0.01, kl_coef=0.1, value_clip=0.2)
 
@@ -30,7 +31,9 @@ def run_scores(fn, seed=0):
 
 
 def fused(logits, tokens, old, adv, mask, values):
-    out = fused_ppo_loss(logits, tokens, old, adv, mask, values=values, old_values=old, returns=adv, ref_logprobs=old, config=CONFIG)
+    out = fused_ppo_loss(
+        logits, tokens, old, adv, mask, values=values, old_values=old, returns=adv, ref_logprobs=old, config=CONFIG
+    )
     return out.loss, out.logprobs
 
 
@@ -65,28 +68,56 @@ def run_gae(fn, seed=0):
     return fn(torch.randn(2, 5), torch.randn(2, 5), torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]]))
 
 
-CASES = {"scores": (scores, run_scores), "fused": (fused, run_fused), "policy": (policy, run_policy), "gae": (advantages, run_gae)}
+CASES = {
+    "scores": (scores, run_scores),
+    "fused": (fused, run_fused),
+    "policy": (policy, run_policy),
+    "gae": (advantages, run_gae),
+}
+
+
+@pytest.mark.gpu
+def test_case_45_no_synchronisation_in_loss_and_gae():
+    """What would break a CUDA graph capture raises here."""
+    args = [x.cuda() for x in (torch.randn(2, 3, 33), torch.randint(33, (2, 3)), torch.randn(2, 3), torch.randn(2, 3))]
+    mask, values = (
+        torch.ones(2, 3, dtype=torch.bool, device="cuda"),
+        torch.randn(2, 3, device="cuda", requires_grad=True),
+    )
+    args[0].requires_grad_()
+    fused(*args, mask, values)[0].backward()  # compile and warm up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused(*args, mask, values)[0].backward()
+        gae(args[2], args[3], mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_case_44_fullgraph_compile_gives_the_eager_values(case):
     fn, run = CASES[case]
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-    for a, b in zip(run(fn), run(compiled)):
+    for a, b in zip(run(fn), run(compiled), strict=True):
         assert_close(b, a, 1e-6, scale=0.1)
-    for a, b in zip(run(fn, seed=1), run(compiled, seed=1)):  # a second call reuses the graph with new data
+    for a, b in zip(run(fn, seed=1), run(compiled, seed=1), strict=True):  # the same graph, new data
         assert_close(b, a, 1e-6, scale=0.1)
 
 
 def test_case_44_inductor_gives_the_eager_values():
-    for a, b in zip(run_fused(fused), run_fused(torch.compile(fused, fullgraph=True))):
+    for a, b in zip(run_fused(fused), run_fused(torch.compile(fused, fullgraph=True)), strict=True):
         assert_close(b, a, 1e-6, scale=0.1)
 
 
 def test_case_44_no_graph_breaks():
     explained = torch._dynamo.explain(fused)(
-        torch.randn(2, 3, 33, requires_grad=True), torch.randint(33, (2, 3)), torch.randn(2, 3) - 3, torch.randn(2, 3),
-        torch.ones(2, 3, dtype=torch.bool), torch.randn(2, 3, requires_grad=True))
+        torch.randn(2, 3, 33, requires_grad=True),
+        torch.randint(33, (2, 3)),
+        torch.randn(2, 3) - 3,
+        torch.randn(2, 3),
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.randn(2, 3, requires_grad=True),
+    )
     assert explained.graph_break_count == 0
 
 
@@ -122,7 +153,17 @@ def test_case_44_meta_and_fake_tensors_give_shapes_dtypes_devices(kind, dtype):
             assert x.device.type == device
         shifted = logprobs_from_logits(logits, tokens, shift=True)
         assert shifted.shape == (2, 2)
-        out = fused_ppo_loss(logits, tokens, per_token, per_token, values=per_token, old_values=per_token, returns=per_token, ref_logprobs=per_token, config=CONFIG)
+        out = fused_ppo_loss(
+            logits,
+            tokens,
+            per_token,
+            per_token,
+            values=per_token,
+            old_values=per_token,
+            returns=per_token,
+            ref_logprobs=per_token,
+            config=CONFIG,
+        )
         assert out.loss.shape == ()
         assert out.loss.dtype == torch.float32
         assert out.logprobs.shape == (2, 3)
@@ -131,4 +172,6 @@ def test_case_44_meta_and_fake_tensors_give_shapes_dtypes_devices(kind, dtype):
         assert logits.grad.dtype == dtype
         assert gae(per_token, per_token).advantages.shape == (2, 3)
         assert masked_whiten(per_token).shape == (2, 3)
-        assert shape_rewards(per_token[:, 0], per_token, per_token, torch.ones(2, 3, device=device), kl_coef=0.1).shape == (2, 3)
+        assert shape_rewards(
+            per_token[:, 0], per_token, per_token, torch.ones(2, 3, device=device), kl_coef=0.1
+        ).shape == (2, 3)

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-import ppo_kernels
 import pytest
 import torch
 from checks import assert_close, assert_entropy, assert_logits_grad, assert_logprobs, leaf, same_bits
 from oracle import LossSpec
+
+import ppo_kernels
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, gae, logprobs_from_logits, masked_whiten, ppo_loss, shape_rewards
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-cpu_only = pytest.mark.skipif("PPO_KERNELS_TEST_DEVICE" in os.environ, reason="lazily committed memory is a CPU matter")
+cpu_only = pytest.mark.cpu_only("about memory that exists only when touched, or about CPU libraries")
 
 
 def rows_far_apart(stride, dtype, rows=3, width=9):
@@ -62,7 +63,9 @@ def test_case_48_batch_stride_past_two_to_the_31_with_shift():
     logits = storage.as_strided((2, 4, 9), (2**31 + 5, 9, 1))
     logits.copy_(torch.randn(2, 4, 9))
     tokens = torch.randint(9, (2, 4))
-    assert_logprobs(logprobs_from_logits(logits, tokens, shift=True), oracle.score(logits.contiguous(), tokens, shift=True).logprobs)
+    assert_logprobs(
+        logprobs_from_logits(logits, tokens, shift=True), oracle.score(logits.contiguous(), tokens, shift=True).logprobs
+    )
 
 
 @pytest.mark.gpu
@@ -125,7 +128,9 @@ def test_case_51_no_steps_in_gae_and_friends(shape):
 def test_case_51_empty_packed_input():
     cu = torch.tensor([0], dtype=torch.int32)
     assert gae(torch.empty(0), torch.empty(0), cu_seqlens=cu).advantages.shape == (0,)
-    assert gae(torch.empty(0), torch.empty(0), cu_seqlens=torch.tensor([0, 0], dtype=torch.int32)).advantages.shape == (0,)
+    assert gae(torch.empty(0), torch.empty(0), cu_seqlens=torch.tensor([0, 0], dtype=torch.int32)).advantages.shape == (
+        0,
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 0), (2, 3, 0)])
@@ -210,7 +215,13 @@ def test_case_56_a_dtensor_is_right_or_a_clear_error(world, placement, tmp_path)
     script.write_text(textwrap.dedent(DTENSOR))
     root = str(Path(ppo_kernels.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    result = subprocess.run([sys.executable, str(script), str(tmp_path / "store"), str(world), placement], capture_output=True, text=True, timeout=300, env=env)
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store"), str(world), placement],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -237,7 +248,13 @@ SELF_CHECK = """
 @pytest.mark.parametrize("level", ["v2", "v3", "v4"])
 def test_case_57_every_instruction_set_level_gives_right_numbers_or_says_it_cannot_run(level):
     env = {k: v for k, v in os.environ.items() if k != "PPO_KERNELS_BACKEND"}
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(SELF_CHECK)], env={**env, "PPO_KERNELS_ISA": level}, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SELF_CHECK)],
+        env={**env, "PPO_KERNELS_ISA": level},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if result.returncode != 0:
         assert result.returncode > 0, f"killed by signal {-result.returncode}"
         assert level in result.stderr.splitlines()[-1], result.stderr[-2000:]
@@ -248,14 +265,26 @@ def test_case_57_every_instruction_set_level_gives_right_numbers_or_says_it_cann
 @cpu_only
 def test_case_57_an_unknown_level_is_a_clear_error():
     env = {k: v for k, v in os.environ.items() if k != "PPO_KERNELS_BACKEND"}
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(SELF_CHECK)], env={**env, "PPO_KERNELS_ISA": "v9"}, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SELF_CHECK)],
+        env={**env, "PPO_KERNELS_ISA": "v9"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode > 0
     assert "v9" in result.stderr.splitlines()[-1]
 
 
 def disassemble(library):
     try:
-        return subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True, timeout=300, check=True).stdout
+        return subprocess.run(
+            ["objdump", "-d", "--no-show-raw-insn", str(library)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
     except FileNotFoundError:
         pytest.skip("objdump is not installed")
 
@@ -284,6 +313,19 @@ def test_small_action_spaces(width, dtype):
     assert_logprobs(lp, want.logprobs)
     assert_entropy(h, want.entropy)
     assert_logits_grad(logits.grad, want.d_logits(g_lp.numpy(force=True), g_h.numpy(force=True)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "width"), [(4099, 8), (1031, 130)])
+def test_many_rows_are_shared_out_between_threads_without_a_gap(rows, width, dtype):
+    logits, tokens = leaf(torch.randn(rows, width, dtype=dtype)), torch.randint(width, (rows,))
+    mask = torch.rand(rows) < 0.8
+    out = fused_ppo_loss(logits, tokens, None, torch.ones(rows), mask)
+    out.loss.backward()
+    want = oracle.fused(logits, tokens, None, torch.ones(rows), mask, spec=LossSpec())
+    assert_logprobs(out.logprobs, want.scores.logprobs)
+    assert_close(out.loss, -1.0, 1e-6)
+    assert_logits_grad(logits.grad, want.d_logits)
 
 
 def test_nothing_is_read_past_the_end_of_a_row():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import assert_close, assert_logprobs, leaf, same_bits
 from oracle import INF, LossSpec
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
 
 
@@ -31,7 +32,7 @@ def test_case_59_autocast_changes_no_bit(cast, dtype):
     with torch.autocast("cpu", dtype=cast):
         inside = logprobs_from_logits(logits, tokens, return_entropy=True)
         loss = fused_ppo_loss(logits, tokens, outside[0], torch.ones(4))
-    for a, b in zip(outside, inside):
+    for a, b in zip(outside, inside, strict=True):
         assert same_bits(a, b)
     assert loss.loss == -1  # the ratio before any update is exactly 1
     metrics = loss.metrics.compute()
@@ -40,7 +41,16 @@ def test_case_59_autocast_changes_no_bit(cast, dtype):
 
 @pytest.mark.parametrize(
     ("log_ratio", "advantage", "loss", "gradient"),
-    [(100, 1, -1.2, 0), (100, -1, INF, None), (-200, 1, 0, 0), (-200, -1, 0.8, 0), (100, 0, 0, 0), (1000, 1, -1.2, 0), (-1000, 1, 0, 0), (1000, 0, 0, 0)],
+    [
+        (100, 1, -1.2, 0),
+        (100, -1, INF, None),
+        (-200, 1, 0, 0),
+        (-200, -1, 0.8, 0),
+        (100, 0, 0, 0),
+        (1000, 1, -1.2, 0),
+        (-1000, 1, 0, 0),
+        (1000, 0, 0, 0),
+    ],
 )
 def test_case_61_huge_log_ratios_by_hand(log_ratio, advantage, loss, gradient):
     lp = torch.tensor([float(log_ratio)], requires_grad=True)
@@ -60,7 +70,9 @@ def test_case_61_huge_log_ratio_through_the_logits_leaves_no_nan(advantage):
     assert (logits.grad == 0).all()
 
 
-@pytest.mark.parametrize(("log_ratio", "advantage"), [(100.0, -1.0), (-30.0, 1.0), (100.0, 1.0), (-30.0, -1.0), (19.0, -1.0), (-19.0, 1.0)])
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage"), [(100.0, -1.0), (-30.0, 1.0), (100.0, 1.0), (-30.0, -1.0), (19.0, -1.0), (-19.0, 1.0)]
+)
 def test_case_61_log_ratio_clamp_is_an_option_and_counted(log_ratio, advantage):
     lp = torch.tensor([log_ratio], requires_grad=True)
     out = ppo_loss(lp, torch.zeros(1), torch.tensor([advantage]), config=PPOLossConfig(log_ratio_clamp=20.0))

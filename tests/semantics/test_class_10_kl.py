@@ -9,6 +9,7 @@ import pytest
 import torch
 from checks import assert_close, leaf
 from oracle import INF, LossSpec
+
 from ppo_kernels import AdaptiveKLController, FixedKLController, PPOLossConfig, fused_ppo_loss, ppo_loss, shape_rewards
 
 ESTIMATORS = ["k1", "k2", "k3", "abs"]
@@ -17,7 +18,13 @@ ESTIMATORS = ["k1", "k2", "k3", "abs"]
 def kl_only(new, ref, **options):
     """Loss and gradient of one token whose advantage is zero."""
     lp = torch.tensor([float(new)], requires_grad=True)
-    out = ppo_loss(lp, lp.detach(), torch.zeros(1), ref_logprobs=torch.tensor([float(ref)]), config=PPOLossConfig(kl_coef=1.0, **options))
+    out = ppo_loss(
+        lp,
+        lp.detach(),
+        torch.zeros(1),
+        ref_logprobs=torch.tensor([float(ref)]),
+        config=PPOLossConfig(kl_coef=1.0, **options),
+    )
     out.loss.backward()
     return out.kl.item(), lp.grad.item()
 
@@ -42,14 +49,21 @@ def test_case_79_unclamped_overflow_is_inf_not_nan():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("new", [-1.3, -0.6, 0.5, 3.0])
 def test_case_79_clamps_of_every_estimator(estimator, new):
-    for options in ({"kl_input_clamp": 0.55}, {"kl_output_clamp": 0.4}, {"kl_input_clamp": 2.0, "kl_output_clamp": 0.9}):
+    for options in (
+        {"kl_input_clamp": 0.55},
+        {"kl_output_clamp": 0.4},
+        {"kl_input_clamp": 2.0, "kl_output_clamp": 0.9},
+    ):
         value, slope, margin = oracle.kl_term(new, 0.0, LossSpec(kl_estimator=estimator, **options))
         assert margin > 1e-3
         got = kl_only(new, 0, kl_estimator=estimator, **options)
         assert got == pytest.approx((value, slope), rel=1e-6)
 
 
-@pytest.mark.parametrize(("estimator", "value", "slope"), [("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", math.exp(-1), 1 - math.exp(-1)), ("abs", 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", math.exp(-1), 1 - math.exp(-1)), ("abs", 1.0, 1.0)],
+)
 def test_case_80_estimators_by_hand(estimator, value, slope):
     assert kl_only(-1, -2, kl_estimator=estimator) == pytest.approx((value, slope), rel=1e-6)
 
@@ -62,7 +76,9 @@ def test_case_80_k3_by_hand(delta, value):
 
 
 def test_case_80_shaped_reward_is_minus_beta_times_k1():
-    rewards = shape_rewards(torch.zeros(1), torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1), kl_coef=0.1)
+    rewards = shape_rewards(
+        torch.zeros(1), torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1), kl_coef=0.1
+    )
     assert_close(rewards, [[-0.1]], 1e-6)
 
 
@@ -112,7 +128,9 @@ def test_an_unknown_estimator_names_the_choices():
         PPOLossConfig(kl_estimator="k4")
     assert "k3" in str(error.value)
     with pytest.raises(ValueError, match="kl_estimator"):
-        shape_rewards(torch.zeros(1), torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kl_coef=0.1, kl_estimator="full")
+        shape_rewards(
+            torch.zeros(1), torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kl_coef=0.1, kl_estimator="full"
+        )
 
 
 def test_fixed_controller_never_moves():
@@ -152,7 +170,9 @@ def state_value(state):
     return value
 
 
-@pytest.mark.parametrize("options", [{"target": 0.0, "horizon": 100}, {"target": -1.0, "horizon": 100}, {"target": 6.0, "horizon": 0}])
+@pytest.mark.parametrize(
+    "options", [{"target": 0.0, "horizon": 100}, {"target": -1.0, "horizon": 100}, {"target": 6.0, "horizon": 0}]
+)
 def test_adaptive_controller_refuses_a_bad_target_or_horizon(options):
     name = "target" if options["target"] <= 0 else "horizon"
     with pytest.raises(ValueError, match=name):

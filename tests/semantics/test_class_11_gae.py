@@ -8,6 +8,7 @@ import pytest
 import torch
 from checks import assert_close, same_bits
 from oracle import INF, NAN
+
 from ppo_kernels import gae, shape_rewards
 
 MODES = ["skip", "zero", "dense"]
@@ -16,7 +17,7 @@ MODES = ["skip", "zero", "dense"]
 def check(*args, rel=1e-6, scale=1.0, **options):
     got = gae(*args, **options)
     want = oracle.gae(*args, **options)
-    for g, w, name in zip(got, want, ("advantages", "returns")):
+    for g, w, name in zip(got, want, ("advantages", "returns"), strict=True):
         assert g.dtype == torch.float32
         assert_close(g, w, rel, scale=scale, what=name)
     return got
@@ -74,7 +75,13 @@ def test_case_87_truncated_terminated_and_bootstrapped_ends():
     r, v = torch.ones(1, 2), torch.full((1, 2), 0.5)
     assert_close(check(r, v, bootstrap_value=torch.tensor([2.0]), gamma=0.9, lam=1.0).advantages, [[3.02, 2.3]], 1e-6)
     assert_close(check(r, v, terminated=torch.tensor([[0, 1]]), gamma=0.9, lam=1.0).advantages, [[1.4, 0.5]], 1e-6)
-    assert_close(check(r, v, terminated=torch.tensor([[0, 1]]), bootstrap_value=torch.tensor([2.0]), gamma=0.9, lam=1.0).advantages, [[1.4, 0.5]], 1e-6)
+    assert_close(
+        check(
+            r, v, terminated=torch.tensor([[0, 1]]), bootstrap_value=torch.tensor([2.0]), gamma=0.9, lam=1.0
+        ).advantages,
+        [[1.4, 0.5]],
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
@@ -140,7 +147,14 @@ def test_case_92_packed_segments_equal_padded_rows(mode):
     for b, n in enumerate(lengths):
         if n == 0:
             continue
-        alone = gae(r[b : b + 1, :n], v[b : b + 1, :n], mask[b : b + 1, :n], gamma=0.9, bootstrap_value=boot[b : b + 1], mask_mode=mode)
+        alone = gae(
+            r[b : b + 1, :n],
+            v[b : b + 1, :n],
+            mask[b : b + 1, :n],
+            gamma=0.9,
+            bootstrap_value=boot[b : b + 1],
+            mask_mode=mode,
+        )
         assert same_bits(got.advantages[cu[b] : cu[b + 1]].clone(), alone.advantages[0].clone())
         assert same_bits(got.returns[cu[b] : cu[b + 1]].clone(), alone.returns[0].clone())
 

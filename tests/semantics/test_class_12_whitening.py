@@ -8,6 +8,7 @@ import pytest
 import torch
 from checks import assert_close, same_bits
 from oracle import INF, NAN
+
 from ppo_kernels import masked_whiten
 
 

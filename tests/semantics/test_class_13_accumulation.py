@@ -6,8 +6,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from checks import assert_close, leaf
+from checks import assert_close, assert_logits_grad, assert_logprobs, leaf
 from oracle import LossSpec
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, ppo_loss
 
 
@@ -33,8 +34,12 @@ def test_case_95_the_split_into_micro_batches_does_not_matter():
 
 
 OPTIONS = {"entropy_coef": 0.02, "kl_coef": 0.1, "value_clip": 0.2}
-AGGREGATIONS = [{"aggregation": "token-mean"}, {"aggregation": "seq-mean-token-mean"}, {"aggregation": "seq-mean-token-sum"},
-                {"aggregation": "seq-mean-token-sum-norm", "agg_max_len": 16}]
+AGGREGATIONS = [
+    {"aggregation": "token-mean"},
+    {"aggregation": "seq-mean-token-mean"},
+    {"aggregation": "seq-mean-token-sum"},
+    {"aggregation": "seq-mean-token-sum-norm", "agg_max_len": 16},
+]
 
 
 def random_batch():
@@ -50,12 +55,20 @@ def random_batch():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a["aggregation"])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_cases_95_96_every_term_with_a_global_normalizer(aggregation, as_tensor):
-    """Accumulated over micro-batches, or summed over ranks, with the global count as denominator: one batch's loss and gradient."""
+    """Summed over micro-batches or ranks, with the global count as denominator: the one batch's loss and gradient."""
     logits, tokens, mask, per_token = random_batch()
     config, spec = PPOLossConfig(**OPTIONS, **aggregation), LossSpec(**OPTIONS, **aggregation)
     count = int(mask.sum()) if aggregation["aggregation"] == "token-mean" else int((mask.sum(-1) > 0).sum())
-    want = oracle.fused(logits, tokens, mask=mask, spec=spec, advantages=per_token["advantages"], old=per_token["old_logprobs"],
-                        ref=per_token["ref_logprobs"], **{k: per_token[k] for k in ("values", "returns", "old_values")})
+    want = oracle.fused(
+        logits,
+        tokens,
+        mask=mask,
+        spec=spec,
+        advantages=per_token["advantages"],
+        old=per_token["old_logprobs"],
+        ref=per_token["ref_logprobs"],
+        **{k: per_token[k] for k in ("values", "returns", "old_values")},
+    )
     assert want.result.margin > 1e-5
     for splits in ([slice(0, 6)], [slice(0, 1), slice(1, 2), slice(2, 6)], [slice(i, i + 1) for i in range(6)]):
         x, values = leaf(logits), leaf(per_token["values"])
@@ -80,7 +93,14 @@ def test_case_96_ddp_averages_so_each_rank_scales_by_the_world_size():
     ranks = []
     for rank in range(3):
         lp = leaf(new)
-        ppo_loss(lp[rank : rank + 1], old[rank : rank + 1], adv[rank : rank + 1], mask[rank : rank + 1], normalizer=6, loss_scale=3.0).loss.backward()
+        ppo_loss(
+            lp[rank : rank + 1],
+            old[rank : rank + 1],
+            adv[rank : rank + 1],
+            mask[rank : rank + 1],
+            normalizer=6,
+            loss_scale=3.0,
+        ).loss.backward()
         ranks.append(lp.grad)
     assert_close(torch.stack(ranks).mean(0), single.grad.double(), 1e-6, scale=1e-2)
 
@@ -97,8 +117,12 @@ def test_padding_columns_and_rows_change_nothing():
     plain = fused_ppo_loss(logits, tokens, mask=mask, config=config, **per_token)
     pad = {k: torch.nn.functional.pad(v, (0, 3, 0, 2), value=float("nan")) for k, v in per_token.items()}
     padded = fused_ppo_loss(
-        torch.nn.functional.pad(logits, (0, 0, 0, 3, 0, 2), value=float("nan")), torch.nn.functional.pad(tokens, (0, 3, 0, 2), value=-100),
-        mask=torch.nn.functional.pad(mask, (0, 3, 0, 2)), config=config, **pad)
+        torch.nn.functional.pad(logits, (0, 0, 0, 3, 0, 2), value=float("nan")),
+        torch.nn.functional.pad(tokens, (0, 3, 0, 2), value=-100),
+        mask=torch.nn.functional.pad(mask, (0, 3, 0, 2)),
+        config=config,
+        **pad,
+    )
     assert_close(padded.loss, plain.loss.double(), 3e-7, scale=1.0)
 
 
@@ -111,8 +135,39 @@ def test_packed_input_equals_padded_input(aggregation):
     cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     padded_x, packed_x = leaf(logits), leaf(logits[keep])
     padded = fused_ppo_loss(padded_x, tokens, mask=mask & keep, config=config, **per_token)
-    packed = fused_ppo_loss(packed_x, tokens[keep], mask=mask[keep], config=config, cu_seqlens=cu, **{k: v[keep] for k, v in per_token.items()})
+    packed = fused_ppo_loss(
+        packed_x,
+        tokens[keep],
+        mask=mask[keep],
+        config=config,
+        cu_seqlens=cu,
+        **{k: v[keep] for k, v in per_token.items()},
+    )
     padded.loss.backward()
     packed.loss.backward()
     assert_close(packed.loss, padded.loss.double(), 3e-7, scale=1.0)
     assert_close(packed_x.grad, padded_x.grad[keep].double(), 3e-7, scale=float(padded_x.grad.abs().max()))
+
+
+def test_packed_input_takes_one_advantage_per_sequence():
+    lengths = [2, 0, 3, 1]
+    cu, adv = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32), torch.randn(4)
+    new, old = -torch.rand(6), -torch.rand(6)
+    spread = torch.cat([adv[i : i + 1].expand(n) for i, n in enumerate(lengths)])
+    a = ppo_loss(new, old, adv, cu_seqlens=cu)
+    b = ppo_loss(new, old, spread, cu_seqlens=cu)
+    assert_close(a.loss, b.loss.double(), 1e-7, scale=1.0)
+
+
+def test_packed_shift_masks_the_row_before_each_boundary():
+    """Sequences of 3, 1 and 4 tokens in one [8]: the last token of each predicts nothing."""
+    cu = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
+    logits, tokens, adv = leaf(torch.randn(8, 11)), torch.randint(11, (8,)), torch.randn(7)
+    config = PPOLossConfig(aggregation="seq-mean-token-mean")
+    out = fused_ppo_loss(logits, tokens, None, adv, cu_seqlens=cu, shift=True, config=config)
+    out.loss.backward()
+    want = oracle.score(logits, tokens, torch.tensor([1, 1, 0, 0, 1, 1, 1]), shift=True)
+    assert_logprobs(out.logprobs, want.logprobs)
+    a = oracle.to_numpy(adv)  # two sequences have something to score, with 2 and 3 tokens
+    assert_close(out.loss, -(a[:2].mean() + a[4:].mean()) / 2, 1e-6, scale=1.0)
+    assert_logits_grad(logits.grad, want.d_logits(-a / np.array([4, 4, 1, 1, 6, 6, 6])))

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from checks import assert_close, leaf, same_bits
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
 
 
@@ -40,10 +41,18 @@ def test_a_ratio_of_one_against_its_own_detached_copy_has_a_gradient():
 
 
 def test_k1_can_be_negative_but_entropy_cannot():
-    out = ppo_loss(torch.tensor([-2.0]), torch.tensor([-2.0]), torch.zeros(1), ref_logprobs=torch.tensor([-1.0]), config=PPOLossConfig(kl_coef=1.0, kl_estimator="k1"))
+    out = ppo_loss(
+        torch.tensor([-2.0]),
+        torch.tensor([-2.0]),
+        torch.zeros(1),
+        ref_logprobs=torch.tensor([-1.0]),
+        config=PPOLossConfig(kl_coef=1.0, kl_estimator="k1"),
+    )
     assert out.kl == -1
     for scale in (0.1, 1.0, 30.0, 300.0):
-        _, h = logprobs_from_logits(torch.randn(50, 200) * scale, torch.zeros(50, dtype=torch.long), return_entropy=True)
+        _, h = logprobs_from_logits(
+            torch.randn(50, 200) * scale, torch.zeros(50, dtype=torch.long), return_entropy=True
+        )
         assert (h >= 0).all()
 
 
@@ -51,7 +60,9 @@ def test_k1_can_be_negative_but_entropy_cannot():
 @pytest.mark.parametrize("clip_low", [0.2, 0.0])
 def test_at_ratio_one_the_gradient_is_minus_the_advantage_even_without_a_trust_region(clip_low, advantage):
     lp = torch.tensor([-1.0], requires_grad=True)
-    ppo_loss(lp, torch.tensor([-1.0]), torch.tensor([advantage]), config=PPOLossConfig(clip_low=clip_low)).loss.backward()
+    ppo_loss(
+        lp, torch.tensor([-1.0]), torch.tensor([advantage]), config=PPOLossConfig(clip_low=clip_low)
+    ).loss.backward()
     assert lp.grad.item() == -advantage
 
 
@@ -68,7 +79,7 @@ def test_at_ratio_one_the_gradient_reaches_the_logits_even_without_a_trust_regio
 
 @pytest.mark.parametrize(("bound", "advantage"), [("upper", 1.0), ("lower", -1.0)])
 def test_exactly_on_a_clip_bound_the_gradient_passes(bound, advantage):
-    """A ratio of exactly 2 or 1/2 in fp32: the bound is set from the ratio that exp returns, if 1 +- epsilon can express it."""
+    """A ratio of exactly 2 or 1/2 in fp32, where exp returns it."""
     delta = math.log(2) if bound == "upper" else -math.log(2)
     new = torch.tensor([delta], dtype=torch.float64).float()
     ratio = ppo_loss(new, torch.zeros(1), torch.ones(1)).metrics.compute()["ratio_mean"]

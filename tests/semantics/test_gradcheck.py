@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
 
 MASK = torch.tensor([[1, 0, 1], [1, 1, 1]])
@@ -22,7 +23,9 @@ def test_scores(temperature, shift, vocab_size):
     tokens = torch.randint(5, (2, 4 if shift else 3))
 
     def f(logits):
-        return logprobs_from_logits(logits, tokens, MASK, temperature=temperature, shift=shift, vocab_size=vocab_size, return_entropy=True)
+        return logprobs_from_logits(
+            logits, tokens, MASK, temperature=temperature, shift=shift, vocab_size=vocab_size, return_entropy=True
+        )
 
     assert torch.autograd.gradcheck(f, (double(*tokens.shape, 7),))
 
@@ -41,7 +44,12 @@ def constants(new):
 
 CONFIGS = [
     {"aggregation": a, "agg_max_len": 7, "kl_estimator": k, "dual_clip": d}
-    for a, k, d in [("token-mean", "k1", None), ("seq-mean-token-mean", "k2", 3.0), ("seq-mean-token-sum", "k3", None), ("seq-mean-token-sum-norm", "abs", 1.5)]
+    for a, k, d in [
+        ("token-mean", "k1", None),
+        ("seq-mean-token-mean", "k2", 3.0),
+        ("seq-mean-token-sum", "k3", None),
+        ("seq-mean-token-sum-norm", "abs", 1.5),
+    ]
 ]
 
 
@@ -53,7 +61,9 @@ def test_ppo_loss(options):
     config = PPOLossConfig(entropy_coef=0.1, kl_coef=0.2, value_clip=0.3, **options)
 
     def f(lp, entropy, values):
-        return ppo_loss(lp, entropy=entropy, values=values, old_values=old_values, config=config, loss_scale=1.3, **fixed).loss
+        return ppo_loss(
+            lp, entropy=entropy, values=values, old_values=old_values, config=config, loss_scale=1.3, **fixed
+        ).loss
 
     assert torch.autograd.gradcheck(f, (lp, entropy, values))
 
@@ -68,7 +78,9 @@ def test_fused_ppo_loss(options):
     config = PPOLossConfig(entropy_coef=0.1, kl_coef=0.2, value_clip=0.3, temperature=0.8, **options)
 
     def f(logits, values):
-        return fused_ppo_loss(logits, tokens, values=values, old_values=old_values, config=config, loss_scale=1.3, **fixed).loss
+        return fused_ppo_loss(
+            logits, tokens, values=values, old_values=old_values, config=config, loss_scale=1.3, **fixed
+        ).loss
 
     assert torch.autograd.gradcheck(f, (logits, values))
 
@@ -77,6 +89,8 @@ def test_scores_with_neg_inf_columns():
     tokens = torch.tensor([0, 1])
 
     def f(live):
-        return logprobs_from_logits(torch.cat([live, torch.full((2, 3), -math.inf, dtype=torch.float64)], -1), tokens, return_entropy=True)
+        return logprobs_from_logits(
+            torch.cat([live, torch.full((2, 3), -math.inf, dtype=torch.float64)], -1), tokens, return_entropy=True
+        )
 
     assert torch.autograd.gradcheck(f, (double(2, 4),))

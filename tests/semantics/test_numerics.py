@@ -8,6 +8,7 @@ import pytest
 import torch
 from checks import assert_close, assert_entropy, assert_logits_grad, assert_logprobs, leaf
 from oracle import LossSpec
+
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,7 +58,9 @@ def test_the_fused_loss_and_its_gradient(inplace_grad, width, dtype):
     for coefficient in (0.0, 0.05):
         old = torch.from_numpy(oracle.score(base, tokens).logprobs).float().to(base.device) - 0.05
         logits = leaf(base)
-        out = fused_ppo_loss(logits, tokens, old, adv, config=PPOLossConfig(entropy_coef=coefficient), inplace_grad=inplace_grad)
+        out = fused_ppo_loss(
+            logits, tokens, old, adv, config=PPOLossConfig(entropy_coef=coefficient), inplace_grad=inplace_grad
+        )
         out.loss.backward()
         want = oracle.fused(base, tokens, old, adv, spec=LossSpec(entropy_coef=coefficient))
         assert_logprobs(out.logprobs, want.scores.logprobs)
@@ -74,6 +77,16 @@ def test_probability_that_underflows_gives_a_zero_not_a_denormal_mess(dtype):
     assert_logprobs(lp, want.logprobs)
     (lp + h).sum().backward()
     assert_logits_grad(logits.grad, want.d_logits(np.ones(1), np.ones(1)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("row", [[0.0, -20.0], [0.0, -20.0, -22.0, -18.0], [5.0, -9.0, -12.0]])
+def test_entropy_gradient_of_a_sharp_row(row, dtype):
+    """log p of the peak is -2e-9: lost in t - log s as s rounds to 1, kept in log p + H = t - (mean of t)."""
+    logits = leaf(torch.tensor([row]).to(dtype))
+    _, h = logprobs_from_logits(logits, torch.tensor([1]), return_entropy=True)
+    h.backward(torch.ones(1))
+    assert_logits_grad(logits.grad, oracle.score(logits, torch.tensor([1])).d_logits(np.zeros(1), np.ones(1)))
 
 
 @pytest.mark.parametrize("spread", [1e30, 3e38])

@@ -30,7 +30,9 @@ def test_rows_match_float64_autograd():
     np.testing.assert_allclose(scores.logprobs, logp.gather(-1, tokens[:, None])[:, 0].detach(), rtol=1e-13)
     np.testing.assert_allclose(scores.entropy, entropy.detach(), rtol=1e-12)
     live = np.isfinite(oracle.to_numpy(logits))
-    np.testing.assert_allclose(scores.d_logits(up_lp.numpy(), up_h.numpy())[live], logits.grad.numpy()[live], rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(
+        scores.d_logits(up_lp.numpy(), up_h.numpy())[live], logits.grad.numpy()[live], rtol=1e-9, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,10 +54,21 @@ def test_value_term_by_hand():
     assert (loss, gradient, clipped) == (pytest.approx(38.72), 0.0, True)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
 def test_whole_loss_matches_float64_autograd(aggregation):
-    spec = LossSpec(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_coef=0.02, kl_coef=0.1, value_clip=0.3, vf_coef=0.4,
-                    aggregation=aggregation, agg_max_len=9)
+    spec = LossSpec(
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=3.0,
+        entropy_coef=0.02,
+        kl_coef=0.1,
+        value_clip=0.3,
+        vf_coef=0.4,
+        aggregation=aggregation,
+        agg_max_len=9,
+    )
     shape = (4, 7)
     new, entropy, values = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3))
     old, ref = new.detach() + torch.randn(shape), new.detach() + torch.randn(shape)
@@ -83,8 +96,19 @@ def test_whole_loss_matches_float64_autograd(aggregation):
 
     loss = 1.7 * (agg(policy) - 0.02 * agg(entropy) + 0.1 * agg(kl) + 0.4 * agg(value))
     loss.backward()
-    got = oracle.ppo(new, old, adv, mask, spec=spec, entropy=entropy, values=values, old_values=old_values, returns=returns,
-                     ref=ref, loss_scale=1.7)
+    got = oracle.ppo(
+        new,
+        old,
+        adv,
+        mask,
+        spec=spec,
+        entropy=entropy,
+        values=values,
+        old_values=old_values,
+        returns=returns,
+        ref=ref,
+        loss_scale=1.7,
+    )
     assert got.loss == pytest.approx(loss.item(), rel=1e-12)
     np.testing.assert_allclose(got.d_logprobs, new.grad, rtol=1e-10, atol=1e-15)
     np.testing.assert_allclose(got.d_entropy, entropy.grad, rtol=1e-10, atol=1e-15)

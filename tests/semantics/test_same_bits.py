@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from checks import leaf, same_bits
-from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits
+
+from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [5, 129, 1000, 4097, 32000]
@@ -98,15 +101,34 @@ def test_the_number_of_threads_changes_no_bit(dtype, threads):
         out.loss.backward()
         results.append((out.loss.detach(), out.logprobs, out.entropy, x.grad))
     for other in results[1:]:
-        for a, b in zip(results[0], other):
+        for a, b in zip(results[0], other, strict=True):
+            assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_concurrent_calls_from_python_threads_do_not_share_scratch(dtype):
+    problems = [
+        (torch.randn(9, w, dtype=dtype), torch.randint(w, (9,)), torch.randn(9)) for w in (50, 3001, 4097, 700) * 3
+    ]
+
+    def solve(problem):
+        logits, tokens, adv = problem
+        x = leaf(logits)
+        out = fused_ppo_loss(x, tokens, None, adv, config=PPOLossConfig(entropy_coef=0.01))
+        out.loss.backward()
+        return out.loss.detach(), out.logprobs, x.grad
+
+    serial = [solve(p) for p in problems]
+    with ThreadPoolExecutor(4) as pool:
+        concurrent = list(pool.map(solve, problems))
+    for one, other in zip(serial, concurrent, strict=True):
+        for a, b in zip(one, other, strict=True):
             assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_one_visit_and_two_visit_gradients_agree(dtype):
     """The gradient written with the forward, and that of the same loss through logprobs_from_logits."""
-    from ppo_kernels import ppo_loss
-
     logits, tokens = torch.randn(7, 2000, dtype=dtype), torch.randint(2000, (7,))
     adv = torch.randn(7)
     a, b = leaf(logits), leaf(logits)
@@ -135,5 +157,5 @@ def test_repeating_a_call_repeats_its_bits(dtype):
 
     first = once()
     for _ in range(3):
-        for a, b in zip(first, once()):
+        for a, b in zip(first, once(), strict=True):
             assert same_bits(a, b)
