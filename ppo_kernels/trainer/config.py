@@ -150,14 +150,16 @@ class Config(Section):
 
 SMOKE: dict[str, Any] = {
     "name": "smoke",
-    "model": {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 320},
+    "model": {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 420},
     "data": {"source": "toy", "heldout": 120, "validation": 60, "max_tokens": 24},
-    "sft": {"steps": 80, "batch": 16, "lr": 1e-2, "warmup": 5},
-    "reward": {"steps": 60, "batch": 16, "lr": 5e-3},
-    "rollout": {"prompts": 32, "max_new_tokens": 10},
-    "ppo": {"updates": 8, "microbatch": 16},
+    "sft": {"steps": 150, "lr": 1e-2, "warmup": 5},
+    "reward": {"steps": 150, "batch": 16, "lr": 5e-3},
+    "rollout": {"prompts": 32},
+    "ppo": {"updates": 15, "microbatch": 16},
+    "kl": {"coef": 0.1},
     "optim": {"actor_lr": 2e-3, "critic_lr": 2e-3},
-    "eval": {"prompts": 64, "every": 4, "curve_prompts": 32, "samples": 6},
+    "train": {"threads": 1},  # a model this small gains nothing from more
+    "eval": {"prompts": 128, "every": 5, "curve_prompts": 32, "samples": 6},
 }
 
 

@@ -129,7 +129,7 @@ def _fit(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % max(config.steps // 50, 1) == 0:
-            log.step(step, {name: float(loss)}, f"step {step}/{config.steps} | loss {float(loss):.3f}")
+            log.step(step, {name: loss.item()}, f"step {step}/{config.steps} | loss {loss.item():.3f}")
 
 
 # ---- cache ----------------------------------------------------------------------------------------------------------

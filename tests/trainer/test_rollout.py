@@ -42,13 +42,13 @@ def test_a_row_has_the_same_score_and_values_with_and_without_padding(world: Wor
         torch.testing.assert_close(values[row, :length], outputs[start : start + length])
 
 
-def test_log_probs_without_the_cache_are_those_of_the_sampling_pass(world: World) -> None:
+def test_a_log_prob_depends_only_on_what_came_before_and_the_temperature(world: World) -> None:
     samples = sampled(world)
     trajectory = score(samples, world.roles, ALGORITHMS["reference"], world.config.rollout)
     row, width = 1, samples.prompt_width
     cut = samples.ids[row : row + 1, : width + 3]
     logits = logits_of(world.roles.actor, cut, samples.attention[row : row + 1, : width + 3], 2)
-    expected = torch.log_softmax(logits[0, 0], -1)[cut[0, width + 2]]
+    expected = torch.log_softmax(logits[0, 0] / world.config.rollout.temperature, -1)[cut[0, width + 2]]
     torch.testing.assert_close(trajectory.logprobs[row, 2], expected)
 
 
