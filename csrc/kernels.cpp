@@ -1,5 +1,4 @@
 // The C ABI of the native library; ppo_kernels/native.py binds it. All pointers are to CPU memory, all checks were made there.
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -60,19 +59,17 @@ struct RowInputs {  // each [N]; mean and grad_entropy may be nullptr
 static int64_t rows_per_task(int64_t vocab) { return std::max<int64_t>(1, std::min<int64_t>(512, 65536 / vocab)); }
 
 // Scratch for one row, kept by each thread from call to call.
-static Scratch thread_scratch(int64_t vocab) {
-    static thread_local std::unique_ptr<float[]> memory;
-    static thread_local int64_t capacity = 0;
-    const int64_t blocks = (vocab + BLOCK - 1) / BLOCK, padded = (vocab + LANES - 1) / LANES * LANES;
-    if (capacity < padded + blocks) {
-        memory.reset(new float[padded + blocks]);
-        capacity = padded + blocks;
-    }
-    return {memory.get(), memory.get() + padded};
+template <class T>
+static Scratch<T> thread_scratch(int64_t vocab) {
+    static thread_local std::vector<Kept<T>> exps;
+    static thread_local std::vector<float> block_max;
+    exps.resize(size_t((vocab + LANES - 1) / LANES * LANES));
+    block_max.resize(size_t((vocab + BLOCK - 1) / BLOCK));
+    return {exps.data(), block_max.data()};
 }
 
 template <bool KEEP, class T>
-static RowStats stats_of(const Rows& rows, int64_t n, bool entropy, Scratch scratch) {
+static RowStats stats_of(const Rows& rows, int64_t n, bool entropy, Scratch<T> scratch) {
     const T* x = rows.row<T>(n);
     return entropy ? row_stats<true, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch)
                    : row_stats<false, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch);
@@ -90,7 +87,7 @@ static void zero_fill(const Rows& rows, int64_t n, bool whole_row) {
 }
 
 template <bool KEPT, class T>
-static void grad_of(const Rows& rows, int64_t n, const RowGrad& r, Scratch scratch) {
+static void grad_of(const Rows& rows, int64_t n, const RowGrad& r, Scratch<T> scratch) {
     const bool zero = !rows.is_valid(n) || (r.c == 0 && r.e == 0);
     if (!zero) row_grad<KEPT>(rows.row<T>(n), rows.vocab, rows.token(n), rows.temperature, r, scratch, rows.grad_row<T>(n));
     zero_fill<T>(rows, n, zero);
@@ -157,7 +154,7 @@ static void fused_task(const Rows& rows, int64_t begin, int64_t end, const Token
         return {r.logprob, r.max, r.sum, r.mean, c.logprob, c.entropy};
     };
     if (rows.vocab > SMALL) {
-        const Scratch scratch = thread_scratch(rows.vocab);
+        const auto scratch = thread_scratch<T>(rows.vocab);
         for (int64_t n = begin; n < end; ++n) {
             RowGrad r = loss(n, rows.is_valid(n) ? stats_of<true, T>(rows, n, out.entropy, scratch) : NOT_VALID);
             grad_of<true, T>(rows, n, r, scratch);

@@ -19,6 +19,7 @@
 
 constexpr int BLOCK = 4096;
 constexpr float RAISE = 4;
+constexpr int PREFETCH = 1024;  // columns ahead
 constexpr double LN2 = 0.693147180559945309417;
 constexpr double LOG2E = 1.44269504088896340736;
 constexpr float LOWEST = -std::numeric_limits<float>::max();
@@ -27,9 +28,25 @@ struct RowStats {
     float logprob, entropy, max, sum, mean;  // mean = ln2 * w / s, the expectation of (x_i - m) / T
 };
 
-// e_i of the first pass, and the maximum each block was taken against; exps is nullptr where they are not kept.
+// How exponentials are kept between the passes: fp32, but fp16 for bf16 rows, where half the memory is also half the cache and
+// an error of 2^-12 (2^-25 of the largest) drowns in the rounding to bf16. They are at most 2^RAISE.
+template <class T>
+struct KeptAs {
+    using type = float;
+};
+#if defined(__F16C__)
+template <>
+struct KeptAs<bf16> {
+    using type = f16;
+};
+#endif
+template <class T>
+using Kept = typename KeptAs<T>::type;
+
+// e_i of the first pass, and the maximum each block was taken against.
+template <class T>
 struct Scratch {
-    float* exps;       // [V rounded up to LANES]
+    Kept<T>* exps;     // [V rounded up to LANES]
     float* block_max;  // [V / BLOCK rounded up]
 };
 
@@ -38,26 +55,28 @@ struct BlockSums {
     Pair max{splat(LOWEST), splat(LOWEST)};
 };
 
-static inline vf exponent(vf x, float m, float k) { return max_nan_b(splat(-127.0f), (x - m) * k); }
+// x - m, held where 2^((x - m) * k) is exactly 0.
+static inline vf below(vf x, float m, float k) { return max_nan_b(splat(-127.0f / k), x - m); }
 
 template <bool ENTROPY, bool KEEP, class T>
-static inline void add_groups(const T* x, int from, int to, float m, float k, float* exps, BlockSums& sums) {
+static inline void add_groups(const T* x, int from, int to, float m, float k, Kept<T>* exps, BlockSums& sums) {
     BlockSums local = sums;
     for (int i = from; i < to; i += LANES) {
+        __builtin_prefetch(x + i + PREFETCH);
         Pair v = load_pair(x + i);
         local.max.a = max_nan_b(local.max.a, v.a), local.max.b = max_nan_b(local.max.b, v.b);
-        vf ta = exponent(v.a, m, k), tb = exponent(v.b, m, k);
-        vf ea = exp2_fast(ta), eb = exp2_fast(tb);
+        vf da = below(v.a, m, k), db = below(v.b, m, k);
+        vf ea = exp2_product(da, splat(k)), eb = exp2_product(db, splat(k));
         if (KEEP) store_pair(exps + i, {ea, eb});
         local.s.a += ea, local.s.b += eb;
-        if (ENTROPY) local.w.a = fma(ea, ta, local.w.a), local.w.b = fma(eb, tb, local.w.b);
+        if (ENTROPY) local.w.a = fma(ea, da, local.w.a), local.w.b = fma(eb, db, local.w.b);
     }
     sums = local;
 }
 
 // Sums over the columns [0, size) of a block but for column y, if y is one of them.
 template <bool ENTROPY, bool KEEP, class T>
-static inline BlockSums add_block(const T* x, int size, int64_t y, float m, float k, float* exps) {
+static inline BlockSums add_block(const T* x, int size, int64_t y, float m, float k, Kept<T>* exps) {
     BlockSums sums;
     const int whole = size - size % LANES;
     const int group_of_y = y >= 0 && y < size ? int(y) / LANES * LANES : whole;
@@ -113,7 +132,7 @@ struct RunningSums {
 
     void raise(float higher) {
         if (s != 0) {
-            const double d = (double(m) - higher) * k, scale = std::exp2(d);
+            const double d = double(m) - higher, scale = std::exp2(d * k);
             w = scale * (w + s * d), s = scale * s;
         }
         m = higher;
@@ -122,25 +141,25 @@ struct RunningSums {
 
 // Adds the target to sums over all other columns.
 static inline RowStats with_target(double s, double w, float x_y, float m, float k, double temperature) {
-    const double t_y = std::max((double(x_y) - m) * k, -1100.0), e_y = std::exp2(t_y);
+    const double d_y = std::max(double(x_y) - m, -1100.0 / k), e_y = std::exp2(d_y * k);
     const double log_rest = std::log1p(e_y >= s ? s / e_y : e_y / s);  // ln(s + e_y) less the larger one's logarithm
     const double ln_t_y = (double(x_y) - m) / temperature;
     const double log_s = (e_y >= s ? ln_t_y : std::log(s)) + log_rest;
     const double logprob = e_y >= s ? 0 - log_rest : ln_t_y - log_s;
-    s += e_y, w += e_y * t_y;
-    const double mean = LN2 * w / s;
+    s += e_y, w += e_y * d_y;
+    const double mean = w / s / temperature;
     return {float(logprob), float(log_s - mean), m, float(s), float(mean)};
 }
 
 // Pass 1. The target column may be anywhere in [0, n).
 template <bool ENTROPY, bool KEEP, class T>
-static RowStats row_stats(const T* x, int64_t n, int64_t target, double temperature, Scratch scratch) {
+static RowStats row_stats(const T* x, int64_t n, int64_t target, double temperature, Scratch<T> scratch) {
     RunningSums row;
     row.k = float(LOG2E / temperature);
     const float x_y = to_float(x[target]);
     for (int64_t begin = 0, b = 0; begin < n; begin += BLOCK, ++b) {
         const int size = int(std::min<int64_t>(BLOCK, n - begin));
-        float* exps = KEEP ? scratch.exps + begin : nullptr;
+        Kept<T>* exps = KEEP ? scratch.exps + begin : nullptr;
         auto block = [&] { return add_block<ENTROPY, KEEP>(x + begin, size, target - begin, row.m, row.k, exps); };
         if (row.m == LOWEST) row.m = first_maximum(x + begin, size);
         BlockSums sums = block();
@@ -173,26 +192,26 @@ static inline void write_target(T* grad, float x_y, const RowGrad& r, double tem
 
 // Pass 2. KEPT: multiplies the exponentials of pass 1; otherwise takes them again. grad may be x.
 template <bool ENTROPY, bool KEPT, class T>
-static void row_grad_as(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch scratch, T* grad) {
+static void row_grad_as(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch<T> scratch, T* grad) {
     const float k = float(LOG2E / temperature), x_y = to_float(x[target]);
-    const float mean_t = float(r.mean / LN2), ln2 = float(LN2);
+    const float mean_d = float(r.mean * temperature);  // ln p_i + H = (x_i - m - mean_d) / T
     for (int64_t begin = 0, b = 0; begin < n; begin += BLOCK, ++b) {
         const int size = int(std::min<int64_t>(BLOCK, n - begin)), whole = size - size % LANES;
         const T* from = x + begin;
         T* to = grad + begin;
-        const float* exps = KEPT ? scratch.exps + begin : nullptr;
+        const Kept<T>* exps = KEPT ? scratch.exps + begin : nullptr;
         const double rescale = KEPT ? std::exp2((double(scratch.block_max[b]) - r.max) * k) : 1.0;
         const double per_e = rescale / (double(r.sum) * temperature);  // e_i * per_e = p_i / T
-        const float minus_c = float(-r.c * per_e), minus_e = float(-r.e * per_e) * ln2;
+        const float minus_c = float(-r.c * per_e), minus_e = float(-r.e * per_e / temperature);
         auto group = [&](int i) -> Pair {
             Pair e, factor{splat(minus_c), splat(minus_c)};
             if (ENTROPY || !KEPT) {
                 Pair v = group_at(from, i, size);
-                vf ta = exponent(v.a, r.max, k), tb = exponent(v.b, r.max, k);
-                if (!KEPT) e = {exp2_fast(ta), exp2_fast(tb)};
+                vf da = below(v.a, r.max, k), db = below(v.b, r.max, k);
+                if (!KEPT) e = {exp2_product(da, splat(k)), exp2_product(db, splat(k))};
                 if (ENTROPY) {
-                    factor.a = fma(ta - mean_t, splat(minus_e), factor.a);
-                    factor.b = fma(tb - mean_t, splat(minus_e), factor.b);
+                    factor.a = fma(da - mean_d, splat(minus_e), factor.a);
+                    factor.b = fma(db - mean_d, splat(minus_e), factor.b);
                 }
             }
             if (KEPT) e = load_pair(exps + i);
@@ -209,7 +228,7 @@ static void row_grad_as(const T* x, int64_t n, int64_t target, double temperatur
 }
 
 template <bool KEPT, class T>
-static void row_grad(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch scratch, T* grad) {
+static void row_grad(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch<T> scratch, T* grad) {
     r.e != 0 ? row_grad_as<true, KEPT>(x, n, target, temperature, r, scratch, grad)
              : row_grad_as<false, KEPT>(x, n, target, temperature, r, scratch, grad);
 }

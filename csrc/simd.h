@@ -55,12 +55,12 @@ static inline vf max_nan_b(vf a, vf b) {
 #endif
 }
 
-// 2^t for -127 <= t < 128, exactly 1 at 0, 0 at -127 (flushed below 2^-126), NaN for NaN. Relative error below 1.7e-7: a
-// polynomial of degree 5, minimax on [-1/2, 1/2] under p(0) = 1.
-static inline vf exp2_fast(vf t) {
-    const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 leaves round(t) + 127 in the low mantissa bits
-    vf shifted = t + magic;
-    vf f = t - (shifted - magic);
+// 2^(d * k) for -127 <= d * k < 128: exactly 1 at d = 0, 0 at -127 (flushed below 2^-126), NaN for NaN. Relative error below
+// 1.7e-7: a polynomial of degree 5, minimax on [-1/2, 1/2] under p(0) = 1.
+static inline vf exp2_product(vf d, vf k) {
+    const vf magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 leaves round(d * k) + 127 in the low mantissa bits
+    vf shifted = fma(d, k, magic);
+    vf f = fma(d, k, magic - shifted);
     vf p = splat(1.32647273e-3f);
     p = fma(p, f, splat(9.67151299e-3f));
     p = fma(p, f, splat(5.55073358e-2f));

@@ -10,18 +10,18 @@ struct SmallRows {
     const T* x[LANES];  // nullptr: this lane is idle or its row is not valid
     T* grad[LANES];
     int64_t target[LANES];
-    float e[SMALL][LANES];  // logits, then exponentials
-    float t[SMALL][LANES];
+    float d[SMALL][LANES];  // x_j - m, at least where e_j is 0
+    float e[SMALL][LANES];  // 2^(d_j * k)
 
-    // Reads the logits and fills e and t against the given maxima.
+    // Reads the logits and fills d and e against the given maxima.
     void exps(int n, float k, const float* max) {
         for (int l = 0; l < LANES; ++l)
-            for (int j = 0; j < n; ++j) t[j][l] = x[l] ? to_float(x[l][j]) : 0.0f;
+            for (int j = 0; j < n; ++j) d[j][l] = x[l] ? to_float(x[l][j]) : 0.0f;
         for (int l = 0; l < LANES; l += W)
             for (int j = 0; j < n; ++j) {
-                vf tj = max_nan_b(splat(-127.0f), (load(t[j] + l) - load(max + l)) * k);
-                store(t[j] + l, tj);
-                store(e[j] + l, exp2_fast(tj));
+                vf dj = max_nan_b(splat(-127.0f / k), load(d[j] + l) - load(max + l));
+                store(d[j] + l, dj);
+                store(e[j] + l, exp2_product(dj, splat(k)));
             }
     }
 
@@ -42,7 +42,7 @@ struct SmallRows {
                 vf ej = load(e[j] + l);
                 ej = (vf)((vi)ej & (y != j));  // the target is added last
                 s += ej;
-                w = fma(ej, load(t[j] + l), w);
+                w = fma(ej, load(d[j] + l), w);
             }
             store(rest + l, s);
             store(weighted + l, w);
@@ -51,16 +51,16 @@ struct SmallRows {
             if (x[l]) out[l] = with_target(rest[l], weighted[l], to_float(x[l][target[l]]), max[l], k, temperature);
     }
 
-    // dL/dx from e and t as `stats` (or `exps`) left them.
+    // dL/dx from d and e as `stats` (or `exps`) left them.
     void gradient(int n, double temperature, const RowGrad* r) {
-        float minus_c[LANES], minus_e[LANES], mean_t[LANES];
+        float minus_c[LANES], minus_e[LANES], mean_d[LANES];
         for (int l = 0; l < LANES; ++l) {
             const double per_e = 1 / (double(r[l].sum) * temperature);
-            minus_c[l] = float(-r[l].c * per_e), minus_e[l] = float(-r[l].e * per_e * LN2), mean_t[l] = float(r[l].mean / LN2);
+            minus_c[l] = float(-r[l].c * per_e), minus_e[l] = float(-r[l].e * per_e / temperature), mean_d[l] = float(r[l].mean * temperature);
         }
         for (int l = 0; l < LANES; l += W)
             for (int j = 0; j < n; ++j) {
-                vf spread = load(t[j] + l) - load(mean_t + l);
+                vf spread = load(d[j] + l) - load(mean_d + l);
                 store(e[j] + l, load(e[j] + l) * fma(load(minus_e + l), spread, load(minus_c + l)));
             }
         for (int l = 0; l < LANES; ++l) {
