@@ -27,14 +27,18 @@ struct Rows {
 
     int64_t count() const { return outer * inner; }
     bool is_valid(int64_t n) const { return !valid || valid[n]; }
-    int64_t token(int64_t n) const { return tokens[n / inner * (inner + shift) + n % inner + shift]; }
+    int64_t outer_of(int64_t n) const { return outer == 1 ? 0 : n / inner; }
+    int64_t token(int64_t n) const { return tokens[n + (outer_of(n) + 1) * shift]; }
+    bool is_last(int64_t n) const { return n - outer_of(n) * inner == inner - 1; }
     template <class T>
     const T* row(int64_t n) const {
-        return static_cast<const T*>(logits) + n / inner * stride_outer + n % inner * stride_inner;
+        const int64_t o = outer_of(n);
+        return static_cast<const T*>(logits) + o * stride_outer + (n - o * inner) * stride_inner;
     }
     template <class T>
     T* grad_row(int64_t n) const {
-        return static_cast<T*>(grad) + n / inner * grad_stride_outer + n % inner * grad_stride_inner;
+        const int64_t o = outer_of(n);
+        return static_cast<T*>(grad) + o * grad_stride_outer + (n - o * inner) * grad_stride_inner;
     }
 };
 
@@ -80,7 +84,7 @@ template <class T>
 static void zero_fill(const Rows& rows, int64_t n, bool whole_row) {
     T* grad = rows.grad_row<T>(n);
     std::fill(grad + (whole_row ? 0 : rows.vocab), grad + rows.columns, T{});
-    if (rows.shift && n % rows.inner == rows.inner - 1) {
+    if (rows.shift && rows.is_last(n)) {
         T* last = grad + rows.grad_stride_inner;
         std::fill(last, last + rows.columns, T{});
     }
@@ -138,6 +142,7 @@ static void grad_task(const Rows& rows, int64_t begin, int64_t end, const RowInp
             grads[l] = in.at(first + l), max[l] = grads[l].max;
             if (grads[l].c == 0 && grads[l].e == 0) small.x[l] = nullptr;
         }
+        small.read(int(rows.vocab));
         small.exps(int(rows.vocab), float(LOG2E / rows.temperature), max);
         small.gradient(int(rows.vocab), rows.temperature, grads);
         for (int l = 0; l < LANES && first + l < end; ++l) zero_fill<T>(rows, first + l, !small.x[l]);
@@ -190,7 +195,7 @@ static void for_rows(const Rows& rows, int threads, const F& f) {
     });
 }
 
-API int ppk_abi_version() { return 2; }
+API int ppk_abi_version() { return 3; }
 API const char* ppk_level() { return PPK_LEVEL; }
 
 // Whether this CPU runs `level`; asked of the build for the lowest level.

@@ -19,7 +19,7 @@
 
 constexpr int BLOCK = 4096;
 constexpr float RAISE = 4;
-constexpr int PREFETCH = 1024;  // columns ahead
+constexpr uintptr_t PREFETCH = 2048;  // bytes ahead
 constexpr double LN2 = 0.693147180559945309417;
 constexpr double LOG2E = 1.44269504088896340736;
 constexpr float LOWEST = -std::numeric_limits<float>::max();
@@ -62,7 +62,7 @@ template <bool ENTROPY, bool KEEP, class T>
 static inline void add_groups(const T* x, int from, int to, float m, float k, Kept<T>* exps, BlockSums& sums) {
     BlockSums local = sums;
     for (int i = from; i < to; i += LANES) {
-        __builtin_prefetch(x + i + PREFETCH);
+        __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x + i) + PREFETCH));
         Pair v = load_pair(x + i);
         local.max.a = max_nan_b(local.max.a, v.a), local.max.b = max_nan_b(local.max.b, v.b);
         vf da = below(v.a, m, k), db = below(v.b, m, k);
@@ -184,9 +184,9 @@ struct RowGrad {
 // dL/dx of the target column.
 template <class T>
 static inline void write_target(T* grad, float x_y, const RowGrad& r, double temperature) {
-    const double minus_rest = std::expm1(double(r.logprob)), p = 1 + minus_rest;  // p - 1, to full precision
+    const float minus_rest = expm1_nonpositive(splat(r.logprob))[0];  // p - 1, to full precision
     double dx = -double(r.c) * minus_rest;
-    if (r.e != 0 && p > 0) dx -= double(r.e) * p * ((double(x_y) - r.max) / temperature - r.mean);
+    if (r.e != 0 && minus_rest > -1) dx -= r.e * (1.0 + minus_rest) * ((double(x_y) - r.max) / temperature - r.mean);
     from_float(grad, float(dx / temperature));
 }
 

@@ -70,6 +70,32 @@ static inline vf exp2_product(vf d, vf k) {
     return p * (vf)((vu)shifted << 23);
 }
 
+// e^x - 1 for x <= 0, to a few 2^-24 of itself; NaN for NaN.
+static inline vf expm1_nonpositive(vf x) {
+    const float inverse_factorial[] = {1 / 2.0f, 1 / 6.0f, 1 / 24.0f, 1 / 120.0f, 1 / 720.0f, 1 / 5040.0f};
+    vf p = splat(1 / 40320.0f);
+    for (int i = 5; i >= 0; --i) p = fma(p, x, splat(inverse_factorial[i]));
+    vf near_zero = fma(p * x, x, x);
+    vf far = exp2_product(max_nan_b(splat(-88.02f), x), splat(1.44269504f)) - 1.0f;
+    return x > -0.5f ? near_zero : far;
+}
+
+// ln(1 + u) for 0 <= u <= 1, to a few 2^-24 of itself: 2 atanh(u / (2 + u)) by its series.
+static inline vf log1p_unit(vf u) {
+    vf r = u / (u + 2.0f), q = r * r;
+    vf p = splat(1.0f / 15);
+    for (int odd = 13; odd > 1; odd -= 2) p = fma(p, q, splat(1.0f / float(odd)));
+    return fma(p * q, r, r) * 2.0f;
+}
+
+// ln(x) for normal x > 0.
+static inline vf log_positive(vf x) {
+    vu bits = (vu)x;
+    vf exponent = __builtin_convertvector((vi)(bits >> 23) - 127, vf);
+    vf mantissa = (vf)((bits & 0x7fffff) | 0x3f800000);  // in [1, 2)
+    return fma(exponent, splat(0.693147180f), log1p_unit(mantissa - 1.0f));
+}
+
 static inline vf load(const float* p) {
     vf x;
     std::memcpy(&x, p, sizeof x);

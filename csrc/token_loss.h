@@ -2,10 +2,11 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 
 // ppo_kernels.config.LossParams: same numbers, same order. An option that is off is infinite.
 struct LossParams {
-    double ratio_low, ratio_high, dual_clip, log_ratio_clamp, entropy_coef, kl_coef, kl_estimator, kl_input_clamp,
+    float ratio_low, ratio_high, dual_clip, log_ratio_clamp, entropy_coef, kl_coef, kl_estimator, kl_input_clamp,
         kl_output_clamp, value_clip, vf_coef, value_loss_scale;
 };
 
@@ -21,6 +22,8 @@ struct Tokens {
     float *grad_logprobs, *grad_entropy, *grad_values;
 };
 
+static inline double larger(double a, double b) { return a < b ? b : a; }
+
 // ppo_kernels.metrics.NAMES: same sums, same order; before them the loss terms.
 struct Sums {
     double policy = 0, entropy_term = 0, kl_term = 0, value_term = 0;
@@ -32,8 +35,8 @@ struct Sums {
         const double* from = &o.policy;
         double* to = &policy;
         for (; to <= &value_clipped; ++to, ++from) *to += *from;
-        ratio_max = std::fmax(ratio_max, o.ratio_max);
-        minus_ratio_min = std::fmax(minus_ratio_min, o.minus_ratio_min);
+        ratio_max = larger(ratio_max, o.ratio_max);
+        minus_ratio_min = larger(minus_ratio_min, o.minus_ratio_min);
     }
 };
 
@@ -43,30 +46,42 @@ struct Coefficients {
 
 static inline float clamp(float x, float bound) { return x < -bound ? -bound : x > bound ? bound : x; }
 
+// e^x - 1 - x, without cancellation near 0; exp_x is e^x.
+static inline float excess(float x, float exp_x) {
+    if (std::fabs(x) > 0.5f) return exp_x - 1 - x;
+    float p = 1 / 40320.0f;
+    for (float c : {1 / 5040.0f, 1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f}) p = p * x + c;
+    return p * x * x;
+}
+
 // value and d value / d(logprob) of the KL estimate; see kl_estimate in reference.py.
 static inline void kl_estimate(float log_ratio, const LossParams& p, float* value, float* slope) {
-    float d = clamp(log_ratio, float(p.kl_input_clamp)), cap = float(p.kl_output_clamp);
+    const float d = clamp(log_ratio, p.kl_input_clamp), cap = p.kl_output_clamp;
     switch (int(p.kl_estimator)) {
         case 0: *value = d, *slope = 1; break;
         case 1: *value = 0.5f * d * d, *slope = d; break;
-        case 2: *value = float(std::expm1(-double(d)) + d), *slope = float(-std::expm1(-double(d))); break;
+        case 2: {
+            const float exp_d = std::exp(-d);
+            *value = excess(-d, exp_d), *slope = std::fabs(d) > 0.5f ? 1 - exp_d : d - *value;
+            break;
+        }
         default: *value = std::fabs(d), *slope = float((d > 0) - (d < 0)); break;
     }
     if (std::fabs(*value) > cap) *value = clamp(*value, cap), *slope = 0;
-    if (std::fabs(log_ratio) > float(p.kl_input_clamp)) *slope = 0;
+    if (std::fabs(log_ratio) > p.kl_input_clamp) *slope = 0;
 }
 
 // Adds token i's share of the loss and metrics to `sums`; returns dL/dlogprob and dL/dentropy.
 static inline Coefficients token_loss(const Tokens& t, int64_t i, float logprob, float entropy, Sums& sums) {
     if (t.valid && !t.valid[i]) return {0, 0};
     const LossParams& p = t.params;
-    const float low = float(p.ratio_low), high = float(p.ratio_high), dual = float(p.dual_clip);
-    const float bound = float(p.log_ratio_clamp), A = t.advantages[i], weight = t.weight[i];
+    const float low = p.ratio_low, high = p.ratio_high, dual = p.dual_clip;
+    const float bound = p.log_ratio_clamp, A = t.advantages[i], weight = t.weight[i];
 
     float log_ratio = logprob - (t.old_logprobs ? t.old_logprobs[i] : logprob);
     bool is_clamped = std::fabs(log_ratio) > bound;
     float x = clamp(log_ratio, bound);
-    float ratio = float(std::exp(double(x)));
+    float ratio = std::exp(x);
     bool clip_high = A > 0 && ratio > high, clip_low = A < 0 && ratio < low, clip_dual = A < 0 && ratio > dual;
     float policy, slope = 0;
     if (clip_high) policy = -high * A;
@@ -78,15 +93,15 @@ static inline Coefficients token_loss(const Tokens& t, int64_t i, float logprob,
     float kl = 0, kl_slope = 0, token = policy;
     if (t.ref_logprobs) {
         kl_estimate(logprob - t.ref_logprobs[i], p, &kl, &kl_slope);
-        if (p.kl_coef != 0) slope += float(p.kl_coef) * kl_slope, token += float(p.kl_coef) * kl;
+        if (p.kl_coef != 0) slope += p.kl_coef * kl_slope, token += p.kl_coef * kl;
     }
-    if (p.entropy_coef != 0) token -= float(p.entropy_coef) * entropy;
+    if (p.entropy_coef != 0) token -= p.entropy_coef * entropy;
 
     sums.tokens += 1;
     sums.ratio += ratio;
     sums.kl_k1 -= x;
     sums.kl_k2 += 0.5 * double(x) * x;
-    sums.kl_k3 += std::expm1(double(x)) - x;
+    sums.kl_k3 += excess(x, ratio);
     sums.clip_low += clip_low;
     sums.clip_high += clip_high;
     sums.dual_clip += clip_dual;
@@ -94,13 +109,13 @@ static inline Coefficients token_loss(const Tokens& t, int64_t i, float logprob,
     sums.entropy += entropy;
     sums.ref_kl += kl;
     sums.nonfinite += !std::isfinite(token);
-    sums.ratio_max = std::fmax(sums.ratio_max, ratio);
-    sums.minus_ratio_min = std::fmax(sums.minus_ratio_min, -ratio);
+    sums.ratio_max = larger(sums.ratio_max, ratio);
+    sums.minus_ratio_min = larger(sums.minus_ratio_min, -ratio);
     if (weight == 0) return {0, 0};  // adds nothing, whatever it holds
     sums.policy += double(weight) * policy;
     sums.entropy_term += double(weight) * entropy;
     sums.kl_term += double(weight) * kl;
-    return {weight * slope, p.entropy_coef != 0 ? -weight * float(p.entropy_coef) : 0};
+    return {weight * slope, p.entropy_coef != 0 ? -weight * p.entropy_coef : 0};
 }
 
 // The same for the value of step i; writes dL/dvalue.
@@ -109,7 +124,7 @@ static inline void value_loss(const Tokens& t, int64_t i, Sums& sums) {
     t.grad_values[i] = 0;
     if (t.value_valid && !t.value_valid[i]) return;
     const LossParams& p = t.params;
-    float v = t.values[i], ret = t.returns[i], error = v - ret, clip = float(p.value_clip);
+    float v = t.values[i], ret = t.returns[i], error = v - ret, clip = p.value_clip;
     bool clipped = false;
     if (t.old_values) {
         float moved = v - t.old_values[i];
@@ -119,10 +134,10 @@ static inline void value_loss(const Tokens& t, int64_t i, Sums& sums) {
     }
     sums.value_tokens += 1;
     sums.value_clipped += clipped;
-    float weight = t.value_weight[i] * float(p.value_loss_scale);
+    float weight = t.value_weight[i] * p.value_loss_scale;
     if (weight == 0) return;
     sums.value_term += double(weight) * error * error;
-    if (!clipped) t.grad_values[i] = float(p.vf_coef) * weight * 2 * error;
+    if (!clipped) t.grad_values[i] = p.vf_coef * weight * 2 * error;
 }
 
 // loss, policy_loss, value_loss, kl and the metrics, from all sums.

@@ -61,27 +61,21 @@ def token_weights(
     """
     counted = torch.ones_like(like) if valid is None else valid.to(like.dtype)
     if config.aggregation == "token-mean":
-        count = (
-            counted.sum() if normalizer is None else torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
-        )
-        return counted * (scale / _at_least_something(count))
+        return counted * (scale / _or_one(counted.sum() if normalizer is None else normalizer))
     if sequences is None:
         raise ValueError(f"aggregation={config.aggregation!r} needs tokens of shape [B, T], or [N] with cu_seqlens")
     lengths = sequences.sum(counted)
-    if normalizer is not None:
-        count = torch.as_tensor(normalizer, dtype=like.dtype, device=like.device)
-    elif config.agg_include_empty:
-        count = torch.full((), float(sequences.number), dtype=like.dtype, device=like.device)
-    else:
-        count = (lengths > 0).to(like.dtype).sum()
-    weight = scale / _at_least_something(count)
+    if normalizer is None:
+        normalizer = sequences.number if config.agg_include_empty else (lengths > 0).sum().to(like.dtype)
+    weight = scale / _or_one(normalizer)
     if config.aggregation == "seq-mean-token-mean":
-        return counted * sequences.expand(weight / _at_least_something(lengths))
+        return counted * sequences.expand(weight / _or_one(lengths))
     if config.aggregation == "seq-mean-token-sum-norm":
         assert config.agg_max_len is not None  # or the configuration would have been refused
         weight = weight / config.agg_max_len
     return counted * weight
 
 
-def _at_least_something(count: Tensor) -> Tensor:
-    return torch.where(count > 0, count, torch.ones_like(count))
+def _or_one(count: float | Tensor) -> float | Tensor:
+    """A denominator that may be a count of nothing."""
+    return torch.where(count > 0, count, 1.0) if isinstance(count, Tensor) else count or 1.0

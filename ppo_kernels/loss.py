@@ -177,7 +177,9 @@ def ppo_loss(
     )
     flat, flat_entropy = batch.flat(logprobs), None if entropy is None else batch.flat(entropy)
     loss, terms, metrics = TokenLoss.apply(flat, flat_entropy, inputs.values, inputs, list(config.params()))
-    return batch.output(loss, terms, metrics, flat, flat_entropy)
+    return batch.output(
+        loss, terms, metrics, batch.masked(flat), None if flat_entropy is None else batch.masked(flat_entropy)
+    )
 
 
 class _Batch:
@@ -281,17 +283,16 @@ class _Batch:
         _, policy, value, kl = terms.unbind()
         return PPOLossOutput(
             loss=loss,
-            logprobs=self._masked(logprobs),
-            entropy=None if entropy is None else self._masked(entropy),
+            logprobs=logprobs.detach().view(self.shape),
+            entropy=None if entropy is None else entropy.detach().view(self.shape),
             policy_loss=policy,
             value_loss=value,
             kl=kl,
             metrics=PPOMetrics(metrics),
         )
 
-    def _masked(self, x: Tensor) -> Tensor:
-        x = x.detach()
-        return (x if self.valid is None else x.masked_fill(~self.valid, 0.0)).view(self.shape)
+    def masked(self, x: Tensor) -> Tensor:
+        return x if self.valid is None else x.masked_fill(~self.valid, 0.0)
 
 
 def _config(config: object) -> PPOLossConfig:

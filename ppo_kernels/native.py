@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import warnings
-from ctypes import Structure, byref, c_char_p, c_double, c_int64, c_void_p
+from ctypes import Structure, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import raise_bad_token
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LEVELS = ("v4", "v3", "v2", "neon", "generic")  # best first; not all are built on one machine
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_MODES = {"skip": 0, "zero": 1, "dense": 2}
@@ -53,7 +53,7 @@ class _Tokens(Structure):
     _fields_ = [
         ("n", c_int64),
         *((name, c_void_p) for name in _TOKEN_INPUTS + _VALUE_INPUTS),
-        ("params", c_double * 12),
+        ("params", c_float * 12),
         *((name, c_void_p) for name in ("grad_logprobs", "grad_entropy", "grad_values")),
     ]
 
@@ -246,7 +246,7 @@ def _tokens(n: int, like: Tensor, args: tuple[Any, ...]) -> tuple[_Tokens, list[
     inputs = [_flat(x, torch.bool if i in (2, 8) else torch.float32) for i, x in enumerate(inputs)]
     values = inputs[5]
     grads = [torch.empty(n, dtype=torch.float32, device=like.device) for _ in range(3 if values is not None else 2)]
-    struct = _Tokens(n, *map(_pointer, inputs), (c_double * 12)(*params), *map(_pointer, grads))
+    struct = _Tokens(n, *map(_pointer, inputs), (c_float * 12)(*params), *map(_pointer, grads))
     if values is None:
         grads.append(torch.zeros(n, dtype=torch.float32, device=like.device))
     return struct, grads, inputs
