@@ -48,10 +48,9 @@ static inline float clamp(float x, float bound) { return x < -bound ? -bound : x
 
 // e^x - 1 - x, without cancellation near 0; exp_x is e^x.
 static inline float excess(float x, float exp_x) {
-    if (std::fabs(x) > 0.5f) return exp_x - 1 - x;
     float p = 1 / 40320.0f;
     for (float c : {1 / 5040.0f, 1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f}) p = p * x + c;
-    return p * x * x;
+    return std::fabs(x) > 0.5f ? exp_x - 1 - x : p * x * x;
 }
 
 // value and d value / d(logprob) of the KL estimate; see kl_estimate in reference.py.
@@ -78,17 +77,15 @@ static inline Coefficients token_loss(const Tokens& t, int64_t i, float logprob,
     const float low = p.ratio_low, high = p.ratio_high, dual = p.dual_clip;
     const float bound = p.log_ratio_clamp, A = t.advantages[i], weight = t.weight[i];
 
-    float log_ratio = logprob - (t.old_logprobs ? t.old_logprobs[i] : logprob);
-    bool is_clamped = std::fabs(log_ratio) > bound;
-    float x = clamp(log_ratio, bound);
-    float ratio = std::exp(x);
-    bool clip_high = A > 0 && ratio > high, clip_low = A < 0 && ratio < low, clip_dual = A < 0 && ratio > dual;
-    float policy, slope = 0;
-    if (clip_high) policy = -high * A;
-    else if (clip_low) policy = -low * A;
-    else if (clip_dual) policy = -dual * A;
-    else if (A == 0 && !std::isnan(ratio)) policy = 0;
-    else policy = -A * ratio, slope = is_clamped ? 0 : policy;
+    // Selections, not branches: the signs of advantages are not predictable.
+    const float log_ratio = logprob - (t.old_logprobs ? t.old_logprobs[i] : logprob);
+    const bool is_clamped = std::fabs(log_ratio) > bound;
+    const float x = clamp(log_ratio, bound), ratio = std::exp(x);
+    const bool clip_high = (A > 0) & (ratio > high), clip_low = (A < 0) & (ratio < low), clip_dual = (A < 0) & (ratio > dual);
+    const bool constant = clip_high | clip_low | clip_dual | ((A == 0) & (ratio == ratio));  // 0 * inf is 0 here
+    const float held = clip_high ? high : clip_low ? low : clip_dual ? dual : 0;
+    const float policy = -A * (constant ? held : ratio);
+    float slope = constant | is_clamped ? 0 : policy;
 
     float kl = 0, kl_slope = 0, token = policy;
     if (t.ref_logprobs) {

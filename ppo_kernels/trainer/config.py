@@ -57,7 +57,7 @@ class SFTConfig(Section):
 
 
 class RewardConfig(Section):
-    steps: int = Field(500, ge=1)
+    steps: int = Field(450, ge=1)
     batch: int = Field(32, ge=1)
     lr: float = Field(1e-3, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -74,7 +74,7 @@ class RolloutConfig(Section):
 
 
 class PPOConfig(Section):
-    updates: int = Field(100, ge=1)
+    updates: int = Field(90, ge=1)
     epochs: int = Field(2, ge=1)
     minibatches: int = Field(2, ge=1)
     microbatch: int = Field(32, ge=1)
@@ -89,7 +89,7 @@ class PPOConfig(Section):
 
 class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    coef: float = Field(0.03, ge=0)  # nats of divergence from the SFT model cost this much reward
+    coef: float = Field(0.04, ge=0)  # nats of divergence from the SFT model cost this much reward
     target: float | None = Field(None, gt=0)  # nats per sequence; set it for the adaptive controller
     horizon: int = Field(10_000, ge=1)
 

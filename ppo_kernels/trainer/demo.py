@@ -168,7 +168,7 @@ def show(summary: dict[str, Any], folder: Path) -> None:
         for side in ("heldout", "train"):
             for moment in ("before", "after"):
                 mean, low, high = (form.format(value) for value in summary[moment][side][name])
-                cells.append(f"{mean} ({low} … {high})")
+                cells.append(f"{mean}\n[dim]{low} … {high}[/]")
         table.add_row(label, *cells)
     console.print(table)
     samples = Table(title="held-out prompts, first in line, one sample each", show_lines=True)

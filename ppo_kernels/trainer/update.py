@@ -25,7 +25,7 @@ class Optimizers:
         self.config = config
         self.models = (actor, critic)
         self.optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=lr, eps=config.eps, weight_decay=0.0)
+            torch.optim.AdamW(model.parameters(), lr=lr, eps=config.eps, weight_decay=0.0, fused=True)
             for model, lr in ((actor, config.actor_lr), (critic, config.critic_lr))
         ]
 
