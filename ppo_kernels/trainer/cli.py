@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ppo_kernels.trainer.config import SMOKE, ConfigError, load
-
 EXAMPLES = """examples:
   ppo-train demo                               film reviews: SFT, reward model, PPO; about five minutes on 2 cores
   ppo-train demo --smoke                       the same on a tiny built-in text, no download, half a minute
@@ -15,7 +13,7 @@ EXAMPLES = """examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 the text could not be fetched, 2 bad command or configuration, 130 interrupted."""
+    """Exit codes: 0 done, 1 text or a package is missing, 2 bad command or configuration, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="ppo-train", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -25,28 +23,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="train the SFT and the reward model again")
     arguments = parser.parse_intermixed_args(argv)
 
+    # Imported here and in this order: a mistake in the configuration is reported before seconds of imports.
     try:
-        config = load(
-            arguments.overrides + (["cache=false"] if arguments.fresh else []), SMOKE if arguments.smoke else None
-        )
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"ppo-train: {problem}", file=sys.stderr)
-        return 2
+        from ppo_kernels.trainer.config import SMOKE, ConfigError, load
 
-    # Imported late: a mistake in the configuration is reported at once, not after seconds of imports.
-    from ppo_kernels.trainer.data import DataError
-    from ppo_kernels.trainer.demo import demo
+        overrides = arguments.overrides + (["cache=false"] if arguments.fresh else [])
+        try:
+            config = load(overrides, SMOKE if arguments.smoke else None)
+        except ConfigError as error:
+            return _fail(2, *error.problems)
+
+        from ppo_kernels.trainer.data import DataError
+        from ppo_kernels.trainer.demo import demo
+    except ModuleNotFoundError as error:
+        return _fail(
+            1, f"the package {error.name} is missing; install the trainer with: pip install 'ppo_kernels[train]'"
+        )
 
     try:
         demo(config)
     except DataError as error:
-        print(f"ppo-train: {error}", file=sys.stderr)
-        return 1
+        return _fail(1, str(error))
     except KeyboardInterrupt:
-        print("ppo-train: interrupted", file=sys.stderr)
-        return 130
+        return _fail(130, "interrupted")
     return 0
+
+
+def _fail(code: int, *problems: str) -> int:
+    for problem in problems:
+        print(f"ppo-train: {problem}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class PPOConfig(Section):
     clip: float = Field(0.2, gt=0)
     value_clip: float | None = Field(0.2, gt=0)
     vf_coef: float = Field(0.5, gt=0)
+    critic_init: Literal["reward", "zero"] = "reward"  # from the reward model, or the SFT trunk and a zero head
     entropy_coef: float = 0.0
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)

@@ -50,7 +50,7 @@ def demo(config: Config) -> Path:
         log.end(f"{sizes}; {len(prompts.train)} and {len(prompts.heldout)} prompts")
 
         sft, reward = cached_models(config, split, tokenizer, log)
-        roles = assign_roles(sft, reward)
+        roles = assign_roles(sft, reward, config.ppo.critic_init)
 
         def measure(chosen: list[str]) -> Evaluation:
             return evaluate(

@@ -68,9 +68,10 @@ def new_language_model(config: ModelConfig, seed: int) -> LlamaForCausalLM:
         )
 
 
-def assign_roles(sft: PreTrainedModel, reward: Scalar) -> Roles:
+def assign_roles(sft: PreTrainedModel, reward: Scalar, critic_init: str = "reward") -> Roles:
     """Actor and reference from the SFT model, critic from the reward model: its head already predicts the score."""
-    roles = Roles(copy.deepcopy(sft), freeze(sft), copy.deepcopy(reward).requires_grad_(True), freeze(reward))
+    critic = copy.deepcopy(reward) if critic_init == "reward" else Scalar(copy.deepcopy(sft.base_model), zero_head=True)
+    roles = Roles(copy.deepcopy(sft), freeze(sft), critic.requires_grad_(True), freeze(reward))
     for model in roles:
         assert_no_dropout(model)
     return roles

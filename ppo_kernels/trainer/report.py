@@ -56,6 +56,8 @@ def write_report(folder: Path) -> Path:
     environment = json.loads((folder / "env.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if row["stage"] == "ppo"]
+    drift = max(row["val/first_logprob_drift"] for row in updates)
     facts = (
         f"{summary['sizes']['parameters']:,} parameters · {summary['stage_seconds']['total']:.0f} s · "
         f"{environment['cpu']}, {environment['threads']} threads · {environment['time']}"
@@ -66,7 +68,9 @@ def write_report(folder: Path) -> Path:
         "<h2>Before and after</h2>",
         _table(summary),
         "<h2>PPO, update by update</h2>",
-        f"<div class=grid>{''.join(_ppo_charts([row for row in rows if row['stage'] == 'ppo']))}</div>",
+        f"<p class=sub>Before the first step of an update, no log-prob differed from the rollout by more than "
+        f"{drift:.0e} nats: the ratio started at 1.</p>",
+        f"<div class=grid>{''.join(_ppo_charts(updates))}</div>",
         "<h2>What the models say</h2>",
         "<p class=sub>The first held-out prompts in line, not selected; one response each, sampled as in training. "
         "The prompt is grey, the number is the learned reward.</p>",

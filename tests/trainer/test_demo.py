@@ -117,6 +117,16 @@ def torch_weights(folder: Path) -> list[torch.Tensor]:
     return list(AutoModelForCausalLM.from_pretrained(folder / "final").parameters())
 
 
+def test_adaptive_kl_and_a_fresh_critic_run_too(finished: Path, tmp_path: Path, private_cache: Path) -> None:
+    shutil.copytree(finished.parent.parent / "cache", private_cache)
+    other = run(
+        tmp_path, "kl.target=0.001", "kl.horizon=100", "ppo.critic_init=zero", "rollout.missing_eos_penalty=0.5"
+    )
+    coefficients = [row["objective/kl_coef"] for row in rows(other)]
+    assert coefficients[0] == 0.1
+    assert coefficients[1] != 0.1
+
+
 def test_an_earlier_run_is_never_touched(tmp_path: Path) -> None:
     names = [new_folder(tmp_path, "demo").name for _ in range(3)]
     assert names == ["demo", "demo-2", "demo-3"]

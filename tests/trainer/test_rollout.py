@@ -7,7 +7,7 @@ import torch
 
 from ppo_kernels.trainer.algo import ALGORITHMS
 from ppo_kernels.trainer.data import BOS, EOS, PAD, pad
-from ppo_kernels.trainer.models import Scalar, assert_no_dropout, logits_of, new_language_model
+from ppo_kernels.trainer.models import Scalar, assert_no_dropout, assign_roles, logits_of, new_language_model
 from ppo_kernels.trainer.rollout import generate, pad_right, response_values, score, sequence_scores
 
 from .conftest import World
@@ -112,6 +112,8 @@ def test_the_score_lands_on_the_last_response_token(world: World, backend: str) 
 def test_fresh_heads_start_as_they_should(world: World) -> None:
     trunk = new_language_model(world.config.model.model_copy(update={"hidden": 128}), seed=0).base_model
     assert not Scalar(trunk, zero_head=True).head.weight.any()
+    assert not assign_roles(world.roles.reference, world.roles.reward, "zero").critic.head.weight.any()
+    assert torch.equal(world.roles.critic.head.weight, world.roles.reward.head.weight)
     weight = Scalar(trunk, zero_head=False, generator=torch.Generator().manual_seed(0)).head.weight
     assert float(weight.detach().std()) == pytest.approx(1 / 129**0.5, rel=0.15)
 
