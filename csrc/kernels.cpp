@@ -63,17 +63,15 @@ struct RowInputs {  // each [N]; mean and grad_entropy may be nullptr
 static int64_t rows_per_task(int64_t vocab) { return std::max<int64_t>(1, std::min<int64_t>(512, 65536 / vocab)); }
 
 // Scratch for one row, kept by each thread from call to call.
-template <class T>
-static Scratch<T> thread_scratch(int64_t vocab) {
-    static thread_local std::vector<Kept<T>> exps;
-    static thread_local std::vector<float> block_max;
+static Scratch thread_scratch(int64_t vocab) {
+    static thread_local std::vector<float> exps, block_max;
     exps.resize(size_t((vocab + LANES - 1) / LANES * LANES));
     block_max.resize(size_t((vocab + BLOCK - 1) / BLOCK));
     return {exps.data(), block_max.data()};
 }
 
 template <bool KEEP, class T>
-static RowStats stats_of(const Rows& rows, int64_t n, bool entropy, Scratch<T> scratch) {
+static RowStats stats_of(const Rows& rows, int64_t n, bool entropy, Scratch scratch) {
     const T* x = rows.row<T>(n);
     return entropy ? row_stats<true, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch)
                    : row_stats<false, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch);
@@ -91,7 +89,7 @@ static void zero_fill(const Rows& rows, int64_t n, bool whole_row) {
 }
 
 template <bool KEPT, class T>
-static void grad_of(const Rows& rows, int64_t n, const RowGrad& r, Scratch<T> scratch) {
+static void grad_of(const Rows& rows, int64_t n, const RowGrad& r, Scratch scratch) {
     const bool zero = !rows.is_valid(n) || (r.c == 0 && r.e == 0);
     if (!zero) row_grad<KEPT>(rows.row<T>(n), rows.vocab, rows.token(n), rows.temperature, r, scratch, rows.grad_row<T>(n));
     zero_fill<T>(rows, n, zero);
@@ -159,7 +157,7 @@ static void fused_task(const Rows& rows, int64_t begin, int64_t end, const Token
         return {r.logprob, r.max, r.sum, r.mean, c.logprob, c.entropy};
     };
     if (rows.vocab > SMALL) {
-        const auto scratch = thread_scratch<T>(rows.vocab);
+        const Scratch scratch = thread_scratch(rows.vocab);
         for (int64_t n = begin; n < end; ++n) {
             RowGrad r = loss(n, rows.is_valid(n) ? stats_of<true, T>(rows, n, out.entropy, scratch) : NOT_VALID);
             grad_of<true, T>(rows, n, r, scratch);

@@ -28,25 +28,10 @@ struct RowStats {
     float logprob, entropy, max, sum, mean;  // mean = ln2 * w / s, the expectation of (x_i - m) / T
 };
 
-// How exponentials are kept between the passes: fp32, but fp16 for bf16 rows, where half the memory is also half the cache and
-// an error of 2^-12 (2^-25 of the largest) drowns in the rounding to bf16. They are at most 2^RAISE.
-template <class T>
-struct KeptAs {
-    using type = float;
-};
-#if defined(__F16C__)
-template <>
-struct KeptAs<bf16> {
-    using type = f16;
-};
-#endif
-template <class T>
-using Kept = typename KeptAs<T>::type;
-
-// e_i of the first pass, and the maximum each block was taken against.
-template <class T>
+// e_i of the first pass, and the maximum each block was taken against. In fp32 for every type of logits: next to a target
+// that holds nearly all probability, the others' shares are the whole gradient, however small.
 struct Scratch {
-    Kept<T>* exps;     // [V rounded up to LANES]
+    float* exps;     // [V rounded up to LANES]
     float* block_max;  // [V / BLOCK rounded up]
 };
 
@@ -59,7 +44,7 @@ struct BlockSums {
 static inline vf below(vf x, float m, float k) { return max_nan_b(splat(-127.0f / k), x - m); }
 
 template <bool ENTROPY, bool KEEP, class T>
-static inline void add_groups(const T* x, int from, int to, float m, float k, Kept<T>* exps, BlockSums& sums) {
+static inline void add_groups(const T* x, int from, int to, float m, float k, float* exps, BlockSums& sums) {
     BlockSums local = sums;
     for (int i = from; i < to; i += LANES) {
         __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x + i) + PREFETCH));
@@ -76,7 +61,7 @@ static inline void add_groups(const T* x, int from, int to, float m, float k, Ke
 
 // Sums over the columns [0, size) of a block but for column y, if y is one of them.
 template <bool ENTROPY, bool KEEP, class T>
-static inline BlockSums add_block(const T* x, int size, int64_t y, float m, float k, Kept<T>* exps) {
+static inline BlockSums add_block(const T* x, int size, int64_t y, float m, float k, float* exps) {
     BlockSums sums;
     const int whole = size - size % LANES;
     const int group_of_y = y >= 0 && y < size ? int(y) / LANES * LANES : whole;
@@ -153,13 +138,13 @@ static inline RowStats with_target(double s, double w, float x_y, float m, float
 
 // Pass 1. The target column may be anywhere in [0, n).
 template <bool ENTROPY, bool KEEP, class T>
-static RowStats row_stats(const T* x, int64_t n, int64_t target, double temperature, Scratch<T> scratch) {
+static RowStats row_stats(const T* x, int64_t n, int64_t target, double temperature, Scratch scratch) {
     RunningSums row;
     row.k = float(LOG2E / temperature);
     const float x_y = to_float(x[target]);
     for (int64_t begin = 0, b = 0; begin < n; begin += BLOCK, ++b) {
         const int size = int(std::min<int64_t>(BLOCK, n - begin));
-        Kept<T>* exps = KEEP ? scratch.exps + begin : nullptr;
+        float* exps = KEEP ? scratch.exps + begin : nullptr;
         auto block = [&] { return add_block<ENTROPY, KEEP>(x + begin, size, target - begin, row.m, row.k, exps); };
         if (row.m == LOWEST) row.m = first_maximum(x + begin, size);
         BlockSums sums = block();
@@ -192,14 +177,14 @@ static inline void write_target(T* grad, float x_y, const RowGrad& r, double tem
 
 // Pass 2. KEPT: multiplies the exponentials of pass 1; otherwise takes them again. grad may be x.
 template <bool ENTROPY, bool KEPT, class T>
-static void row_grad_as(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch<T> scratch, T* grad) {
+static void row_grad_as(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch scratch, T* grad) {
     const float k = float(LOG2E / temperature), x_y = to_float(x[target]);
     const float mean_d = float(r.mean * temperature);  // ln p_i + H = (x_i - m - mean_d) / T
     for (int64_t begin = 0, b = 0; begin < n; begin += BLOCK, ++b) {
         const int size = int(std::min<int64_t>(BLOCK, n - begin)), whole = size - size % LANES;
         const T* from = x + begin;
         T* to = grad + begin;
-        const Kept<T>* exps = KEPT ? scratch.exps + begin : nullptr;
+        const float* exps = KEPT ? scratch.exps + begin : nullptr;
         const double rescale = KEPT ? std::exp2((double(scratch.block_max[b]) - r.max) * k) : 1.0;
         const double per_e = rescale / (double(r.sum) * temperature);  // e_i * per_e = p_i / T
         const float minus_c = float(-r.c * per_e), minus_e = float(-r.e * per_e / temperature);
@@ -228,7 +213,7 @@ static void row_grad_as(const T* x, int64_t n, int64_t target, double temperatur
 }
 
 template <bool KEPT, class T>
-static void row_grad(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch<T> scratch, T* grad) {
+static void row_grad(const T* x, int64_t n, int64_t target, double temperature, const RowGrad& r, Scratch scratch, T* grad) {
     r.e != 0 ? row_grad_as<true, KEPT>(x, n, target, temperature, r, scratch, grad)
              : row_grad_as<false, KEPT>(x, n, target, temperature, r, scratch, grad);
 }
