@@ -171,7 +171,8 @@ template <class T>
 static inline void write_target(T* grad, float x_y, const RowGrad& r, double temperature) {
     const float minus_rest = expm1_nonpositive(splat(r.logprob))[0];  // p - 1, to full precision
     double dx = -double(r.c) * minus_rest;
-    if (r.e != 0 && minus_rest > -1) dx -= r.e * (1.0 + minus_rest) * ((double(x_y) - r.max) / temperature - r.mean);
+    const float p = std::exp(r.logprob);
+    if (r.e != 0 && p > 0) dx -= double(r.e) * p * ((double(x_y) - r.max) / temperature - r.mean);
     from_float(grad, float(dx / temperature));
 }
 

@@ -70,13 +70,16 @@ static inline vf exp2_product(vf d, vf k) {
     return p * (vf)((vu)shifted << 23);
 }
 
+// e^x for x <= 0, flushed to 0 below 2^-126; NaN for NaN.
+static inline vf exp_nonpositive(vf x) { return exp2_product(max_nan_b(splat(-88.02969f), x), splat(1.44269504f)); }
+
 // e^x - 1 for x <= 0, to a few 2^-24 of itself; NaN for NaN.
 static inline vf expm1_nonpositive(vf x) {
     const float inverse_factorial[] = {1 / 2.0f, 1 / 6.0f, 1 / 24.0f, 1 / 120.0f, 1 / 720.0f, 1 / 5040.0f};
     vf p = splat(1 / 40320.0f);
     for (int i = 5; i >= 0; --i) p = fma(p, x, splat(inverse_factorial[i]));
     vf near_zero = fma(p * x, x, x);
-    vf far = exp2_product(max_nan_b(splat(-88.02f), x), splat(1.44269504f)) - 1.0f;
+    vf far = exp_nonpositive(x) - 1.0f;
     return x > -0.5f ? near_zero : far;
 }
 

@@ -68,7 +68,7 @@ struct SmallRows {
 
     // dL/dx from d and e as `stats` (or `exps`) left them. grad may be x: all logits are in d.
     void gradient(int n, double temperature, const RowGrad* r) {
-        float minus_c[LANES], minus_e[LANES], mean_d[LANES], logprob[LANES], minus_rest[LANES];
+        float minus_c[LANES], minus_e[LANES], mean_d[LANES], logprob[LANES], minus_rest[LANES], p_y[LANES];
         for (int l = 0; l < LANES; ++l) {
             const float per_e = float(1 / (double(r[l].sum) * temperature));
             minus_c[l] = -r[l].c * per_e, minus_e[l] = -r[l].e * per_e / float(temperature);
@@ -76,6 +76,7 @@ struct SmallRows {
         }
         for (int l = 0; l < LANES; l += W) {
             store(minus_rest + l, expm1_nonpositive(load(logprob + l)));  // p_y - 1, to full precision
+            store(p_y + l, exp_nonpositive(load(logprob + l)));
             for (int j = 0; j < n; ++j) {
                 vf spread = load(d[j] + l) - load(mean_d + l);
                 store(e[j] + l, load(e[j] + l) * fma(load(minus_e + l), spread, load(minus_c + l)));
@@ -84,8 +85,8 @@ struct SmallRows {
         for (int l = 0; l < LANES; ++l) {
             if (!x[l]) continue;
             const int y = int(target[l]);
-            const float p_y = 1 + minus_rest[l], spread = (d[y][l] - mean_d[l]) / float(temperature);
-            e[y][l] = (-r[l].c * minus_rest[l] - (p_y > 0 ? r[l].e * p_y * spread : 0)) / float(temperature);
+            const float spread = (d[y][l] - mean_d[l]) / float(temperature);
+            e[y][l] = (-r[l].c * minus_rest[l] - (p_y[l] > 0 ? r[l].e * p_y[l] * spread : 0)) / float(temperature);
             for (int j = 0; j < n; ++j) from_float(grad[l] + j, e[j][l]);
         }
     }

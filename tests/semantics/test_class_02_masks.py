@@ -207,7 +207,7 @@ def test_case_16_an_empty_row_changes_nothing(aggregation):
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     with_empty = call(batch, mask, config).loss
     without = call({k: v[:1] for k, v in batch.items()}, mask[:1], config).loss
-    assert_close(with_empty, call_oracle(batch, mask, spec).loss, 1e-6)
+    assert_close(with_empty, call_oracle(batch, mask, spec).loss, 5e-7)
     assert_close(with_empty, without, 2e-7)
 
 
@@ -284,7 +284,7 @@ def test_case_20_counts_do_not_saturate_in_the_dtype_of_the_mask(dtype):
     n = 3001
     zeros = torch.zeros(1, n)
     out = ppo_loss(zeros, zeros, torch.ones(1, n), torch.ones(1, n, dtype=dtype))
-    assert_close(out.loss, -1.0, 1e-6)
+    assert_close(out.loss, -1.0, 5e-7)
     assert out.metrics.compute()["tokens"] == n
 
 
@@ -329,9 +329,9 @@ def test_every_term_and_gradient_under_masks_matches_the_oracle(aggregation):
     want = call_oracle(batch, mask, spec, loss_scale=1.5)
     out.loss.backward()
     assert_close(out.loss, want.loss, 1e-6, scale=0.1)
-    assert_close(batch["logprobs"].grad, want.d_logprobs, 1e-6, scale=1e-2)
-    assert_close(batch["entropy"].grad, want.d_entropy, 1e-6)
-    assert_close(batch["values"].grad, want.d_values, 1e-6, scale=1e-2)
+    assert_close(batch["logprobs"].grad, want.d_logprobs, 5e-7, scale=1e-2)
+    assert_close(batch["entropy"].grad, want.d_entropy, 5e-7)
+    assert_close(batch["values"].grad, want.d_values, 5e-7, scale=1e-2)
 
 
 def test_token_weights_scale_the_loss_but_not_the_denominator():
@@ -360,4 +360,4 @@ def test_rows_with_zero_advantage_or_clipped_ratio_get_exactly_zero_gradient():
     out.loss.backward()
     want = oracle.fused(logits, tokens, old, torch.tensor([0.0, 1.0, 1.0]), spec=LossSpec())
     assert (logits.grad[:2] == 0).all()
-    assert_logits_grad(logits.grad, want.d_logits, slack=3)
+    assert_logits_grad(logits.grad, want.d_logits)

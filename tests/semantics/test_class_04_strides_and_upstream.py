@@ -61,8 +61,8 @@ def test_cases_28_29_strided_logits_in_the_fused_loss(view, dtype):
     out = fused_ppo_loss(logits, tokens, old, adv, config=PPOLossConfig(entropy_coef=0.1))
     out.loss.backward()
     want = oracle.fused(before, tokens, old, adv, spec=LossSpec(entropy_coef=0.1))
-    assert_close(out.loss, want.result.loss, 3e-6, scale=1.0)
-    assert_logits_grad(logits.grad, want.d_logits, slack=3)
+    assert_close(out.loss, want.result.loss, 5e-7, scale=1.0)
+    assert_logits_grad(logits.grad, want.d_logits)
     assert same_bits(logits.detach().contiguous(), before.contiguous())
 
 
@@ -235,8 +235,8 @@ def test_case_36_the_fused_loss_takes_any_leading_shape(shape):
     out.loss.backward()
     want = oracle.fused(logits, tokens, old, adv, spec=LossSpec())
     assert out.logprobs.shape == shape
-    assert_close(out.loss, want.result.loss, 3e-6, scale=1.0)
-    assert_logits_grad(logits.grad, want.d_logits, slack=3)
+    assert_close(out.loss, want.result.loss, 5e-7, scale=1.0)
+    assert_logits_grad(logits.grad, want.d_logits)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_case_72_advantages_of_shape_b_are_per_sequence_also_when_b_equals_t(sha
     mask = torch.ones(shape)
     mask[0, 1:] = 0
     got = ppo_loss(lp, lp, adv, mask).loss
-    assert_close(got, oracle.ppo(lp, lp, adv[:, None].expand(shape), mask, spec=LossSpec()).loss, 1e-6, scale=0.1)
+    assert_close(got, oracle.ppo(lp, lp, adv[:, None].expand(shape), mask, spec=LossSpec()).loss, 5e-7, scale=0.1)
     logits, tokens = torch.randn(*shape, 5), torch.randint(5, shape)
     a = fused_ppo_loss(logits, tokens, lp - 1, adv, mask)
     b = fused_ppo_loss(logits, tokens, lp - 1, adv[:, None].expand(shape), mask)

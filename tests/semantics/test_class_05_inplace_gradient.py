@@ -36,7 +36,7 @@ def test_inplace_gradient_is_right(kind, scale, dtype):
     (out.loss * scale).backward()
     grad = x.grad[:, :V] if kind == "strided" else x.grad
     if scale == 1.0 or dtype == torch.float32:
-        assert_logits_grad(grad, want.d_logits * scale, slack=3)
+        assert_logits_grad(grad, want.d_logits * scale)
     else:
         eps = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
         bound = 2.5 * eps * np.abs(want.d_logits * scale) + 1e-6
@@ -51,7 +51,7 @@ def test_inplace_gradient_reuses_the_memory_of_the_logits():
     out = fused_ppo_loss(z, tokens, old, adv, inplace_grad=True)
     out.loss.backward()
     assert z._version > version
-    assert_logits_grad(z.detach(), oracle.fused(base, tokens, old, adv, spec=LossSpec()).d_logits, slack=3)
+    assert_logits_grad(z.detach(), oracle.fused(base, tokens, old, adv, spec=LossSpec()).d_logits)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -106,9 +106,9 @@ def test_inplace_gradient_with_values_and_a_mask(dtype):
     out = fused_ppo_loss(x * 1, tokens, old, adv, mask, values=values, returns=torch.zeros(N), inplace_grad=True)
     out.loss.backward()
     want = oracle.fused(base, tokens, old, adv, mask, spec=LossSpec(), values=values, returns=torch.zeros(N))
-    assert_logits_grad(x.grad, want.d_logits, slack=3)
+    assert_logits_grad(x.grad, want.d_logits)
     assert (x.grad[mask == 0] == 0).all()
-    assert_close(values.grad, want.result.d_values, 1e-6)
+    assert_close(values.grad, want.result.d_values, 5e-7)
 
 
 def test_inplace_gradient_when_only_the_values_want_one():

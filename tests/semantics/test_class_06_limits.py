@@ -324,7 +324,7 @@ def test_many_rows_are_shared_out_between_threads_without_a_gap(rows, width, dty
     out.loss.backward()
     want = oracle.fused(logits, tokens, None, torch.ones(rows), mask, spec=LossSpec())
     assert_logprobs(out.logprobs, want.scores.logprobs)
-    assert_close(out.loss, -1.0, 1e-6)
+    assert_close(out.loss, -1.0, 5e-7)
     assert_logits_grad(logits.grad, want.d_logits)
 
 
@@ -356,4 +356,4 @@ def test_memory_order_of_results_is_plain():
     logits = torch.randn(4, 2, 8).transpose(0, 1)
     lp = logprobs_from_logits(logits, torch.zeros(2, 4, dtype=torch.long))
     assert np.array_equal(lp.flatten().numpy(force=True), lp.contiguous().view(-1).numpy(force=True))
-    assert_close(lp, oracle.score(logits.contiguous(), torch.zeros(2, 4, dtype=torch.long)).logprobs, 2e-6)
+    assert_close(lp, oracle.score(logits.contiguous(), torch.zeros(2, 4, dtype=torch.long)).logprobs, 5e-7)

@@ -56,7 +56,7 @@ def test_case_61_huge_log_ratios_by_hand(log_ratio, advantage, loss, gradient):
     lp = torch.tensor([float(log_ratio)], requires_grad=True)
     out = ppo_loss(lp, torch.zeros(1), torch.tensor([float(advantage)]))
     out.loss.backward()
-    assert_close(out.loss, float(loss), 1e-6)
+    assert_close(out.loss, float(loss), 5e-7)
     if gradient is not None:
         assert lp.grad.tolist() == [gradient]
 
@@ -66,7 +66,7 @@ def test_case_61_huge_log_ratio_through_the_logits_leaves_no_nan(advantage):
     logits = torch.zeros(1, 4, requires_grad=True)
     out = fused_ppo_loss(logits, torch.tensor([0]), torch.tensor([-200.0]), torch.tensor([advantage]))
     out.loss.backward()
-    assert_close(out.loss, -1.2 * advantage, 1e-6)
+    assert_close(out.loss, -1.2 * advantage, 5e-7)
     assert (logits.grad == 0).all()
 
 
@@ -78,8 +78,8 @@ def test_case_61_log_ratio_clamp_is_an_option_and_counted(log_ratio, advantage):
     out = ppo_loss(lp, torch.zeros(1), torch.tensor([advantage]), config=PPOLossConfig(log_ratio_clamp=20.0))
     want = oracle.ppo([log_ratio], [0.0], [advantage], spec=LossSpec(log_ratio_clamp=20.0))
     out.loss.backward()
-    assert_close(out.loss, want.loss, 1e-6)
-    assert_close(lp.grad, want.d_logprobs, 1e-6)
+    assert_close(out.loss, want.loss, 5e-7)
+    assert_close(lp.grad, want.d_logprobs, 5e-7)
     metrics = out.metrics.compute()
     assert metrics["log_ratio_clamp_fraction"] == (1.0 if abs(log_ratio) > 20 else 0.0)
     assert PPOLossConfig().log_ratio_clamp is None
@@ -89,7 +89,7 @@ def test_case_61_one_overflowing_token_does_not_touch_the_others():
     lp = torch.tensor([100.0, -0.5, -200.0], requires_grad=True)
     old, adv = torch.tensor([0.0, -0.6, 0.0]), torch.ones(3)
     ppo_loss(lp, old, adv).loss.backward()
-    assert_close(lp.grad, [0, -math.exp(0.1) / 3, 0], 1e-6)
+    assert_close(lp.grad, [0, -math.exp(0.1) / 3, 0], 5e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,7 +126,7 @@ def test_k3_does_not_cancel_near_zero(delta):
     assert out.kl >= 0
     # expm1(-d) + d still cancels to one part in 1/|d| of an ulp of d; a series would not
     assert abs(out.kl.item() - value) <= 1e-7 * abs(exact)
-    assert_close(lp.grad, [slope], 2e-6)
+    assert_close(lp.grad, [slope], 5e-7)
 
 
 @pytest.mark.parametrize(("width", "top"), [(50000, 22.0), (50000, 30.0), (50000, 60.0), (1000, 12.0)])

@@ -207,7 +207,7 @@ def test_case_69_the_bonus_pushes_towards_uniform():
         logits, torch.tensor([0]), None, torch.zeros(1), config=PPOLossConfig(entropy_coef=1.0)
     ).loss.backward()
     assert logits.grad[0, 0] > 0  # a descent step lowers the larger logit
-    assert_close(logits.grad, -oracle.score(logits, torch.tensor([0])).rows[(0,)].d_entropy[None], 2e-6)
+    assert_close(logits.grad, -oracle.score(logits, torch.tensor([0])).rows[(0,)].d_entropy[None], 5e-7)
 
 
 def test_case_70_parts_are_reported_apart():

@@ -58,8 +58,8 @@ def test_case_74_the_ratio_is_one_when_both_sides_are_tempered(temperature):
     assert metrics["ratio_min"] == metrics["ratio_max"] == 1
     out.loss.backward()
     want = oracle.fused(logits, tokens, old, torch.ones(6), spec=LossSpec(temperature=temperature, entropy_coef=0.1))
-    assert_close(out.entropy, want.scores.entropy, 2e-6)
-    assert_logits_grad(x.grad, want.d_logits, slack=3)
+    assert_close(out.entropy, want.scores.entropy, 5e-7)
+    assert_logits_grad(x.grad, want.d_logits)
     assert same_bits(x.detach(), logits)
 
 
@@ -98,5 +98,5 @@ def test_temperature_does_not_overflow_before_the_maximum_is_subtracted(dtype):
     top = 60000.0 if dtype == torch.float16 else 3e38
     logits = torch.tensor([[top, top, -top]], dtype=dtype)
     lp, h = logprobs_from_logits(logits, torch.tensor([0]), temperature=0.01, return_entropy=True)
-    assert_close(lp, [-math.log(2)], 1e-6)
-    assert_close(h, [math.log(2)], 1e-6)
+    assert_close(lp, [-math.log(2)], 5e-7)
+    assert_close(h, [math.log(2)], 5e-7)

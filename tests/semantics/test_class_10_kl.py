@@ -79,7 +79,7 @@ def test_case_80_shaped_reward_is_minus_beta_times_k1():
     rewards = shape_rewards(
         torch.zeros(1), torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1), kl_coef=0.1
     )
-    assert_close(rewards, [[-0.1]], 1e-6)
+    assert_close(rewards, [[-0.1]], 5e-7)
 
 
 def test_case_81_k1_may_be_negative():
@@ -95,9 +95,9 @@ def test_case_84_kl_of_masked_tokens_stays_out_of_the_rewards(estimator):
     mask = torch.tensor([[1, 0, 1]])
     rewards = shape_rewards(torch.ones(1), logprobs, ref, mask, kl_coef=0.1, kl_estimator=estimator)
     assert rewards.dtype == torch.float32
-    assert_close(rewards, oracle.shape_rewards([1.0], logprobs, ref, mask, kl_coef=0.1, kl_estimator=estimator), 1e-6)
+    assert_close(rewards, oracle.shape_rewards([1.0], logprobs, ref, mask, kl_coef=0.1, kl_estimator=estimator), 5e-7)
     if estimator in ("k1", "abs"):
-        assert_close(rewards, [[-0.1, 0.0, 0.9]], 1e-6)
+        assert_close(rewards, [[-0.1, 0.0, 0.9]], 5e-7)
     logprobs[0, 1] = math.nan
     ref[0, 1] = -math.inf
     again = shape_rewards(torch.ones(1), logprobs, ref, mask, kl_coef=0.1, kl_estimator=estimator)
@@ -113,8 +113,8 @@ def test_kl_in_the_fused_loss_reaches_the_logits(estimator):
     out.loss.backward()
     want = oracle.fused(logits, tokens, old, adv, spec=LossSpec(**options), ref=ref)
     assert want.result.margin > 1e-4
-    assert_close(out.kl, want.result.kl, 3e-6, scale=0.3)
-    assert_close(logits.grad, want.d_logits, 3e-6, scale=float(abs(want.d_logits).max()))
+    assert_close(out.kl, want.result.kl, 5e-7, scale=0.3)
+    assert_close(logits.grad, want.d_logits, 5e-7, scale=float(abs(want.d_logits).max()))
     assert out.metrics.compute()["ref_kl"] == pytest.approx(want.result.metrics["ref_kl"], rel=3e-6)
 
 

@@ -20,26 +20,26 @@ def test_case_93_none_one_or_two_valid_entries_are_finite(valid, shift_mean, unb
     out = masked_whiten(x, mask, shift_mean=shift_mean, unbiased=unbiased)
     assert out.isfinite().all()
     assert (out[~mask] == 0).all()
-    assert_close(out, oracle.whiten(x, mask, shift_mean=shift_mean, unbiased=unbiased), 1e-6)
+    assert_close(out, oracle.whiten(x, mask, shift_mean=shift_mean, unbiased=unbiased), 5e-7)
 
 
 @pytest.mark.parametrize("value", [3.0, 1e-3, -1e6, 0.1])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_case_93_a_constant_becomes_zero(value, unbiased):
     assert (masked_whiten(torch.full((3, 7), value), unbiased=unbiased) == 0).all()
-    assert_close(masked_whiten(torch.full((3, 7), value), shift_mean=False), np.full((3, 7), value), 1e-6)
+    assert_close(masked_whiten(torch.full((3, 7), value), shift_mean=False), np.full((3, 7), value), 5e-7)
 
 
 @pytest.mark.parametrize(("unbiased", "expected"), [(False, [-1.2247449, 0, 1.2247449, 0]), (True, [-1, 0, 1, 0])])
 @pytest.mark.parametrize("payload", [99.0, NAN, INF])
 def test_case_93_by_hand_with_anything_at_the_masked_slot(unbiased, expected, payload):
     out = masked_whiten(torch.tensor([[1.0, 2, 3, payload]]), torch.tensor([[1, 1, 1, 0]]), unbiased=unbiased)
-    assert_close(out, [expected], 1e-6, scale=1.0)
+    assert_close(out, [expected], 5e-7, scale=1.0)
 
 
 def test_case_93_without_a_mask_everything_counts():
     x = torch.randn(5, 11)
-    assert_close(masked_whiten(x), oracle.whiten(x), 1e-6, scale=1.0)
+    assert_close(masked_whiten(x), oracle.whiten(x), 5e-7, scale=1.0)
     assert same_bits(masked_whiten(x), masked_whiten(x, torch.ones(5, 11)))
 
 
@@ -53,7 +53,7 @@ def test_a_large_mean_does_not_cancel_the_variance(mean):
 @pytest.mark.parametrize("eps", [1e-8, 1e-2, 1.0])
 def test_eps_is_added_to_the_variance(eps):
     x = torch.tensor([1e-3, -1e-3, 2e-3])
-    assert_close(masked_whiten(x, eps=eps), oracle.whiten(x, eps=eps), 2e-6)
+    assert_close(masked_whiten(x, eps=eps), oracle.whiten(x, eps=eps), 5e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -42,8 +42,8 @@ def test_scores_and_their_gradient(distribution, width, dtype):
         want = oracle.score(logits, tokens, temperature=temperature)
         assert lp.dtype == h.dtype == torch.float32
         assert_logprobs(lp, want.logprobs)
-        assert_entropy(h, want.entropy)
-        assert_logits_grad(logits.grad, want.d_logits(g_lp.numpy(force=True), g_h.numpy(force=True)))
+        assert_entropy(h, want.entropy, bar=2e-6)
+        assert_logits_grad(logits.grad, want.d_logits(g_lp.numpy(force=True), g_h.numpy(force=True)), bar=2e-6)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -65,8 +65,7 @@ def test_the_fused_loss_and_its_gradient(inplace_grad, width, dtype):
         want = oracle.fused(base, tokens, old, adv, spec=LossSpec(entropy_coef=coefficient))
         assert_logprobs(out.logprobs, want.scores.logprobs)
         assert_close(out.loss, want.result.loss, 3e-6, scale=float(adv.abs().mean()))
-        # the coefficient -A ratio / N carries the error of the log-probability, 2e-6 |logprob| at most
-        assert_logits_grad(logits.grad, want.d_logits, slack=1 + float(np.abs(want.scores.logprobs).max()))
+        assert_logits_grad(logits.grad, want.d_logits)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -86,15 +85,15 @@ def test_entropy_gradient_of_a_sharp_row(row, dtype):
     logits = leaf(torch.tensor([row]).to(dtype))
     _, h = logprobs_from_logits(logits, torch.tensor([1]), return_entropy=True)
     h.backward(torch.ones(1))
-    assert_logits_grad(logits.grad, oracle.score(logits, torch.tensor([1])).d_logits(np.zeros(1), np.ones(1)))
+    assert_logits_grad(logits.grad, oracle.score(logits, torch.tensor([1])).d_logits(np.zeros(1), np.ones(1)), bar=2e-6)
 
 
 @pytest.mark.parametrize("spread", [1e30, 3e38])
 def test_the_largest_finite_logits(spread):
     logits = leaf(torch.tensor([[spread, -spread, 0.0], [-spread, -spread, -spread]]))
     lp, h = logprobs_from_logits(logits, torch.tensor([0, 2]), return_entropy=True)
-    assert_close(lp, [0.0, -np.log(3)], 1e-6)
-    assert_close(h, [0.0, np.log(3)], 1e-6)
+    assert_close(lp, [0.0, -np.log(3)], 5e-7)
+    assert_close(h, [0.0, np.log(3)], 5e-7)
     (lp + h).sum().backward()
     assert logits.grad.isfinite().all()
 
