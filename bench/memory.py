@@ -1,4 +1,5 @@
-"""Peak memory of one PPO loss, forward and backward, beyond its inputs: the high-water mark of a fresh process (Linux)."""
+"""Peak memory of one PPO loss, forward and backward, beyond its inputs: the high-water mark of a fresh process
+(Linux)."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Fair timing on a noisy machine: every contender runs once per round, in turn, and medians over rounds are compared."""
+"""Fair timing on a noisy machine: every contender runs once per round, in turn, and medians are compared."""
 
 import statistics
 import time

@@ -60,7 +60,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# {env['device']}, {env['threads']} threads, native level {env['native_level']}, torch {env['torch']}",
         "",
-        f"Medians of interleaved rounds in one run of `{env['command'].strip()}`. copy: `dst.copy_(logits)`, the yardstick.",
+        f"Medians of interleaved rounds in one run of `{env['command'].strip()}`. copy: one copy of the logits.",
         "",
         "| case | ours, ms | ours / copy | eager / ours | torch.compile / ours |",
         "|---|---|---|---|---|",

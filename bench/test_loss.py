@@ -1,4 +1,5 @@
-"""Log-probs with entropy, and the PPO loss, forward and backward, against eager PyTorch, torch.compile and a plain copy."""
+"""Log-probs with entropy, and the PPO loss, forward and backward, against eager PyTorch, torch.compile and a plain
+copy."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -69,7 +69,7 @@ def token_weights(
         normalizer = sequences.number if config.agg_include_empty else (lengths > 0).sum().to(like.dtype)
     weight = scale / _or_one(normalizer)
     if config.aggregation == "seq-mean-token-mean":
-        return counted * sequences.expand(weight / _or_one(lengths))
+        return counted * sequences.expand(weight / torch.where(lengths > 0, lengths, 1.0))
     if config.aggregation == "seq-mean-token-sum-norm":
         assert config.agg_max_len is not None  # or the configuration would have been refused
         weight = weight / config.agg_max_len

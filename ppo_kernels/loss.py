@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ppo_kernels import checks
-from ppo_kernels.aggregation import Sequences, token_weights
 from ppo_kernels.autograd import FusedLoss, RowOptions, RowStats, TokenLoss
+from ppo_kernels.batch import Batch
 from ppo_kernels.config import PPOLossConfig
 from ppo_kernels.logprobs import scored_shape
 from ppo_kernels.metrics import PPOMetrics
-from ppo_kernels.reference import TokenInputs, accumulate_dtype
+from ppo_kernels.reference import TokenInputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,7 +102,7 @@ def fused_ppo_loss(
     if inplace_grad:
         _check_inplace(logits)
     shape = scored_shape(tokens, shift)
-    batch = _Batch(shape, logits, config, mask, cu_seqlens, shift)
+    batch = Batch(shape, logits, config, mask, cu_seqlens, shift)
     inputs = batch.inputs(
         old_logprobs,
         advantages,
@@ -126,7 +126,7 @@ def fused_ppo_loss(
         logprobs, entropy = RowStats.apply(logits, tokens, inputs.valid, options, inplace_grad and not compiling)
         given = entropy if config.return_entropy else None
         loss, terms, metrics = TokenLoss.apply(logprobs, given, inputs.values, inputs, params)
-    return batch.output(loss, terms, metrics, logprobs, entropy if config.return_entropy else None)
+    return _output(batch, inputs, loss, terms, metrics, logprobs, entropy if config.return_entropy else None)
 
 
 def ppo_loss(
@@ -162,7 +162,7 @@ def ppo_loss(
         entropy = checks.floating("entropy", entropy, logprobs, shape)
     elif config.entropy_coef != 0:
         raise ValueError(f"entropy is None, but config.entropy_coef={config.entropy_coef} needs it")
-    batch = _Batch(shape, logprobs, config, mask, cu_seqlens, shift=False)
+    batch = Batch(shape, logprobs, config, mask, cu_seqlens, shift=False)
     inputs = batch.inputs(
         old_logprobs,
         advantages,
@@ -177,137 +177,39 @@ def ppo_loss(
     )
     flat, flat_entropy = batch.flat(logprobs), None if entropy is None else batch.flat(entropy)
     loss, terms, metrics = TokenLoss.apply(flat, flat_entropy, inputs.values, inputs, list(config.params()))
-    return batch.output(
-        loss, terms, metrics, batch.masked(flat), None if flat_entropy is None else batch.masked(flat_entropy)
+    detached = batch.masked(flat), None if flat_entropy is None else batch.masked(flat_entropy)
+    return _output(batch, inputs, loss, terms, metrics, *detached)
+
+
+def _output(
+    batch: Batch,
+    inputs: TokenInputs,
+    loss: Tensor,
+    terms: Tensor,
+    metrics: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+) -> PPOLossOutput:
+    _, policy, value, kl = terms.unbind()
+    absent: tuple[str, ...] = ()
+    absent += ("entropy",) if entropy is None else ()
+    absent += ("ref_kl",) if inputs.ref_logprobs is None else ()
+    absent += ("value_tokens", "value_clip_fraction") if inputs.values is None else ()
+    return PPOLossOutput(
+        loss=loss,
+        logprobs=logprobs.detach().view(batch.shape),
+        entropy=None if entropy is None else entropy.detach().view(batch.shape),
+        policy_loss=policy,
+        value_loss=value,
+        kl=kl,
+        metrics=PPOMetrics(metrics, absent),
     )
-
-
-class _Batch:
-    """The checked shape of one call, and the way from the caller's tensors to flat [N] ones and back."""
-
-    def __init__(
-        self,
-        shape: torch.Size,
-        like: Tensor,
-        config: PPOLossConfig,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        shift: bool,
-    ) -> None:
-        if cu_seqlens is not None:
-            if len(shape) != 1:
-                raise ValueError(f"cu_seqlens needs packed tokens [N], got tokens for shape {list(shape)}")
-            cu_seqlens = checks.cu_seqlens(cu_seqlens, like, shape[0] + shift)
-        self.shape, self.like, self.config = shape, like, config
-        self.sequences = Sequences.of(shape, cu_seqlens, shift)
-        self.valid = self._flat_mask("mask", mask)
-        if cu_seqlens is not None and shift:  # the last row of a sequence would score the next one's first token
-            last = torch.zeros(shape[0] + 1, dtype=torch.bool, device=like.device)
-            last[(cu_seqlens[1:] - 1).clamp(min=0)] = True
-            self.valid = ~last[:-1] if self.valid is None else self.valid & ~last[:-1]
-
-    def _flat_mask(self, name: str, mask: Tensor | None) -> Tensor | None:
-        checked = checks.mask(name, mask, self.like, self.shape)
-        return None if checked is None else checked.reshape(-1)
-
-    def flat(self, x: Tensor) -> Tensor:
-        return x.reshape(-1).to(accumulate_dtype(self.like.dtype))
-
-    def per_token(self, name: str, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.flat(checks.floating(name, x, self.like, self.shape))
-
-    def _advantages(self, advantages: Tensor) -> Tensor:
-        advantages = checks.floating("advantages", advantages, self.like)
-        if self.sequences is not None:
-            per_sequence = [self.sequences.number] if self.sequences.segment is not None else list(self.shape[:-1])
-            if list(advantages.shape) == per_sequence:
-                return self.sequences.expand(self.flat(advantages))
-            if advantages.shape != self.shape:
-                expected = f"{list(self.shape)} or {per_sequence}"
-                raise ValueError(f"advantages has shape {list(advantages.shape)}, expected {expected}")
-        return self.flat(checks.matching("advantages", advantages, self.like, self.shape))
-
-    def inputs(
-        self,
-        old_logprobs: Tensor | None,
-        advantages: Tensor,
-        ref_logprobs: Tensor | None,
-        weights: Tensor | None,
-        values: Tensor | None,
-        old_values: Tensor | None,
-        returns: Tensor | None,
-        value_mask: Tensor | None,
-        normalizer: float | Tensor | None,
-        scale: float | Tensor,
-    ) -> TokenInputs:
-        config = self.config
-        for name, number in (("normalizer", normalizer), ("loss_scale", scale)):
-            _check_scalar(name, number, self.like)
-        if config.kl_coef != 0 and ref_logprobs is None:
-            raise ValueError(f"ref_logprobs is None, but config.kl_coef={config.kl_coef} needs it")
-        if (values is None) != (returns is None):
-            raise ValueError(
-                f"{'values' if values is None else 'returns'} is None, but values and returns come together"
-            )
-        if values is None and (old_values is not None or value_mask is not None):
-            raise ValueError(f"{'value_mask' if old_values is None else 'old_values'} is given, but values is None")
-        if values is not None and config.value_clip is not None and old_values is None:
-            raise ValueError(f"old_values is None, but config.value_clip={config.value_clip} needs it")
-        flat_advantages = self._advantages(advantages)
-        weight = token_weights(flat_advantages, self.valid, self.sequences, config, normalizer, scale)
-        value_valid = value_weight = None
-        if values is not None:
-            value_valid, value_weight = self.valid, weight
-            if value_mask is not None:
-                value_valid = self._flat_mask("value_mask", value_mask)
-                value_weight = token_weights(flat_advantages, value_valid, self.sequences, config, normalizer, scale)
-        if weights is not None:
-            weighted = self.flat(checks.floating("token_weights", weights, self.like, self.shape))
-            weight = torch.where(weight == 0, weight, weight * weighted)
-        return TokenInputs(
-            old_logprobs=self.per_token("old_logprobs", old_logprobs),
-            advantages=flat_advantages,
-            valid=self.valid,
-            weight=weight,
-            ref_logprobs=self.per_token("ref_logprobs", ref_logprobs),
-            values=self.per_token("values", values),
-            old_values=self.per_token("old_values", old_values),
-            returns=self.per_token("returns", returns),
-            value_valid=value_valid,
-            value_weight=value_weight,
-        )
-
-    def output(
-        self, loss: Tensor, terms: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None
-    ) -> PPOLossOutput:
-        _, policy, value, kl = terms.unbind()
-        return PPOLossOutput(
-            loss=loss,
-            logprobs=logprobs.detach().view(self.shape),
-            entropy=None if entropy is None else entropy.detach().view(self.shape),
-            policy_loss=policy,
-            value_loss=value,
-            kl=kl,
-            metrics=PPOMetrics(metrics),
-        )
-
-    def masked(self, x: Tensor) -> Tensor:
-        return x if self.valid is None else x.masked_fill(~self.valid, 0.0)
 
 
 def _config(config: object) -> PPOLossConfig:
     if not isinstance(config, PPOLossConfig):
         raise TypeError(f"config must be a PPOLossConfig, got {type(config).__name__}")
     return config
-
-
-def _check_scalar(name: str, x: Any, like: Tensor) -> None:
-    if isinstance(x, Tensor):
-        checks.matching(name, x, None, ())
-    elif x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
-        raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(x).__name__}")
-    elif name == "normalizer" and x is not None and not x >= 0:
-        raise ValueError(f"normalizer is {x}, expected a count >= 0")
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -239,12 +239,12 @@ def token_loss(logprobs: Tensor, entropy: Tensor | None, inputs: TokenInputs, pa
 
     value_term, value_tokens, value_clipped = zeros.sum(), zeros.sum(), zeros.sum()
     grad_values = zeros.clone()
-    if inputs.values is not None and inputs.returns is not None and inputs.value_weight is not None:
+    values, old_values, returns = inputs.values, inputs.old_values, inputs.returns
+    if values is not None and returns is not None and inputs.value_weight is not None:
         value_valid = torch.ones_like(valid) if inputs.value_valid is None else inputs.value_valid
-        numbers = (inputs.values, inputs.old_values, inputs.returns)
-        v, old_v, returns = (None if x is None else torch.where(value_valid, x, 0.0) for x in numbers)
-        assert v is not None and returns is not None
-        squared, value_slope, clipped = value_loss(v, old_v, returns, p)
+        values, returns = torch.where(value_valid, values, 0.0), torch.where(value_valid, returns, 0.0)
+        old_values = None if old_values is None else torch.where(value_valid, old_values, 0.0)
+        squared, value_slope, clipped = value_loss(values, old_values, returns, p)
         counted_values = value_valid & (inputs.value_weight != 0)
         value_term = torch.where(counted_values, squared * inputs.value_weight, 0.0).sum()
         grad_values = torch.where(counted_values, p.vf_coef * inputs.value_weight * value_slope, 0.0)

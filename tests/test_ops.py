@@ -61,7 +61,8 @@ def test_in_place_operator_writes_what_the_other_one_returns(name: str, shift: b
 @pytest.mark.parametrize("vocab", [8, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_visit_equals_stats_then_loss_then_gradient(vocab: int, dtype: torch.dtype) -> None:
-    """The fused operator against the three it replaces, over several blocks of columns and a maximum that rises late."""
+    """The fused operator against the three it replaces, over several blocks of columns and a maximum that rises
+    late."""
     torch.manual_seed(0)
     logits = torch.randn(N, vocab) * 3
     logits[1, vocab - 2] += 40.0
