@@ -1,8 +1,8 @@
 // One row of logits at a time. For the row x [V] with target y, temperature T, k = log2(e)/T:
 //
-//     m = max(x),  t_i = (x_i - m) * k,  e_i = 2^t_i,  s = sum(e_i),  w = sum(e_i * t_i)
-//     logprob = ln2 * t_y - ln(s),   entropy H = ln(s) - ln2 * w / s
-//     dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (ln p_i + H)) / T,   p_i = e_i / s,   ln p_i + H = ln2 * (t_i - w / s)
+//     m = max(x),  d_i = x_i - m,  e_i = 2^(d_i * k),  s = sum(e_i),  w = sum(e_i * d_i)
+//     logprob = d_y / T - ln(s),   entropy H = ln(s) - w / (s * T)
+//     dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (ln p_i + H)) / T,   p_i = e_i / s,   ln p_i + H = (d_i - w / s) / T
 //
 // The first pass walks blocks of BLOCK columns and keeps their exponentials in `scratch`; the second pass multiplies them.
 // A block is taken against the largest logit of the blocks before it, so that its own maximum costs no pass of its own; the
@@ -25,13 +25,13 @@ constexpr double LOG2E = 1.44269504088896340736;
 constexpr float LOWEST = -std::numeric_limits<float>::max();
 
 struct RowStats {
-    float logprob, entropy, max, sum, mean;  // mean = ln2 * w / s, the expectation of (x_i - m) / T
+    float logprob, entropy, max, sum, mean;  // mean = w / (s * T), the expectation of (x_i - m) / T
 };
 
 // e_i of the first pass, and the maximum each block was taken against. In fp32 for every type of logits: next to a target
 // that holds nearly all probability, the others' shares are the whole gradient, however small.
 struct Scratch {
-    float* exps;     // [V rounded up to LANES]
+    float* exps;       // [V rounded up to LANES]
     float* block_max;  // [V / BLOCK rounded up]
 };
 
