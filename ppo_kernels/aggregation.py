@@ -14,24 +14,30 @@ from ppo_kernels.config import PPOLossConfig
 
 
 class Sequences(NamedTuple):
-    """Which sequence each of the N flat tokens belongs to. `index` [N] is None for padded [B, T] (then T > 0 is
-    `width`)."""
+    """Which sequence each of the N flat tokens is in: `segment` [N], or None for padded rows of `width` tokens.
+
+    inside [N]: the row and the token it scores are in the same sequence; None: all are.
+    """
 
     number: int
     width: int
     segment: Tensor | None
+    inside: Tensor | None = None
 
     @staticmethod
     def of(shape: torch.Size, cu_seqlens: Tensor | None, shift: bool) -> Sequences | None:
         """From the shape of the scored tokens; None when there is no sequence structure (flat, without cu_seqlens)."""
         if cu_seqlens is None:
-            width = shape[-1] if len(shape) > 1 else 0
-            return Sequences(shape[:-1].numel(), width, None) if len(shape) > 1 else None
-        count, n = cu_seqlens.shape[0] - 1, shape[0] + shift
-        index = torch.repeat_interleave(
-            torch.arange(count, device=cu_seqlens.device), cu_seqlens[1:] - cu_seqlens[:-1], output_size=n
+            return Sequences(shape[:-1].numel(), shape[-1], None) if len(shape) > 1 else None
+        number = cu_seqlens.shape[0] - 1
+        segment = torch.repeat_interleave(
+            torch.arange(number, device=cu_seqlens.device),
+            cu_seqlens[1:] - cu_seqlens[:-1],
+            output_size=shape[0] + shift,
         )
-        return Sequences(count, 0, index[:-1] if shift else index)
+        return (
+            Sequences(number, 0, segment[:-1], segment[1:] == segment[:-1]) if shift else Sequences(number, 0, segment)
+        )
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """[count] -> [N]."""

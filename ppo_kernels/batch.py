@@ -32,10 +32,8 @@ class Batch:
         self.shape, self.like, self.config = shape, like, config
         self.sequences = Sequences.of(shape, cu_seqlens, shift)
         self.valid = self._flat_mask("mask", mask)
-        if cu_seqlens is not None and shift:  # the last row of a sequence would score the next one's first token
-            last = torch.zeros(shape[0] + 1, dtype=torch.bool, device=like.device)
-            last[(cu_seqlens[1:] - 1).clamp(min=0)] = True
-            self.valid = ~last[:-1] if self.valid is None else self.valid & ~last[:-1]
+        if self.sequences is not None and self.sequences.inside is not None:
+            self.valid = self.sequences.inside if self.valid is None else self.valid & self.sequences.inside
 
     def _flat_mask(self, name: str, mask: Tensor | None) -> Tensor | None:
         checked = checks.mask(name, mask, self.like, self.shape)
