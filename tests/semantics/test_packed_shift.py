@@ -1,5 +1,7 @@
 """Packed tokens with shift: the row before each boundary would score the next sequence's first token."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,13 +18,11 @@ def test_packed_shift_equals_each_sequence_alone(boundaries: list[int]) -> None:
     config = PPOLossConfig(aggregation="seq-mean-token-sum")
     packed = fused_ppo_loss(logits, tokens, old, advantages, cu_seqlens=cu_seqlens, shift=True, config=config)
     losses = []
-    for begin, end in zip(boundaries, boundaries[1:], strict=False):
+    for begin, end in itertools.pairwise(boundaries):
         rows = slice(begin, end - 1)
         if end - begin > 1:
             alone = fused_ppo_loss(logits[rows], tokens[begin + 1 : end], old[rows], advantages[rows])
             losses.append(alone.loss * (end - begin - 1))
             torch.testing.assert_close(packed.logprobs[rows], alone.logprobs, rtol=0, atol=1e-6)
     torch.testing.assert_close(packed.loss, torch.stack(losses).mean(), rtol=1e-6, atol=1e-7)
-    assert packed.metrics.compute()["tokens"] == sum(
-        max(e - b - 1, 0) for b, e in zip(boundaries, boundaries[1:], strict=False)
-    )
+    assert packed.metrics.compute()["tokens"] == sum(max(e - b - 1, 0) for b, e in itertools.pairwise(boundaries))
