@@ -49,7 +49,7 @@ class DataConfig(Section):
 
 
 class SFTConfig(Section):
-    steps: int = Field(1300, ge=1)
+    steps: int = Field(1200, ge=1)
     batch: int = Field(16, ge=1)
     lr: float = Field(4e-3, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -74,7 +74,7 @@ class RolloutConfig(Section):
 
 
 class PPOConfig(Section):
-    updates: int = Field(90, ge=1)
+    updates: int = Field(75, ge=1)
     epochs: int = Field(2, ge=1)
     minibatches: int = Field(2, ge=1)
     microbatch: int = Field(32, ge=1)

@@ -69,7 +69,7 @@ def write_report(folder: Path) -> Path:
         _table(summary),
         "<h2>PPO, update by update</h2>",
         f"<p class=sub>Before the first step of an update, no log-prob differed from the rollout by more than "
-        f"{drift:.0e} nats: the ratio started at 1.</p>",
+        f"{drift:.1g} nats: the ratio started at 1.</p>",
         f"<div class=grid>{''.join(_ppo_charts(updates))}</div>",
         "<h2>What the models say</h2>",
         "<p class=sub>The first held-out prompts in line, not selected; one response each, sampled as in training. "
