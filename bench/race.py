@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-BUDGET_S = 20.0  # per race, after warm-up
+BUDGET_S = 8.0  # per race, after warm-up
 MAX_ROUNDS, MIN_ROUNDS = 15, 3
 
 

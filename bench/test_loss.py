@@ -1,7 +1,7 @@
 """Log-probs with entropy, and the PPO loss, forward and backward, against eager PyTorch, torch.compile and a plain
 copy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import baselines
@@ -21,8 +21,8 @@ entropies = pytest.mark.parametrize("entropy", [False, True], ids=["plain", "ent
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    yield
+def fresh_compiler() -> None:
+    """Every shape is compiled for itself: nothing is generalised from an earlier one."""
     torch._dynamo.reset()
 
 

@@ -59,8 +59,7 @@ class PPOMetrics:
 
         Keys: tokens, ratio_mean, ratio_min, ratio_max, approx_kl_k1, approx_kl_k2, approx_kl_k3, clip_fraction,
         clip_fraction_low, clip_fraction_high, dual_clip_fraction, log_ratio_clamp_fraction, nonfinite (a count), and
-        where
-        their inputs were given: entropy (nats), ref_kl (nats), value_tokens, value_clip_fraction.
+        where their inputs were given: entropy (nats), ref_kl (nats), value_tokens, value_clip_fraction.
         """
         sums = dict(zip(NAMES, self.packed.tolist(), strict=True))
         tokens, value_tokens = sums.pop("tokens"), sums.pop("value_tokens")
