@@ -49,7 +49,7 @@ def assert_close(got: Any, want: Any, rel: float = 5e-7, scale: float | None = N
 
 
 def assert_logprobs(got: Any, want: Any) -> None:
-    """The library promises 2e-6 * max(1, |logprob|) for any logits dtype; every backend so far does four times better."""
+    """The library promises 2e-6 * max(1, |logprob|) for any dtype of logits; so far every backend is 4 times better."""
     want = to_numpy(want)
     assert_within(got, want, 5e-7 * np.fmax(1.0, np.where(np.isfinite(want), np.abs(want), 1.0)), "logprob")
 
