@@ -33,9 +33,10 @@ help:
 	@$(venv) setup.py --quiet build_ext --inplace
 	@! ls ppo_kernels/_native_*.so >/dev/null 2>&1 || touch $@
 
+# Threads that wait without spinning: on a machine that does other work too, spinning ones would wait for each other.
 train: .venv/.native
 	@echo "train: ppo-train demo $(ARGS)"
-	@.venv/bin/ppo-train demo $(ARGS)
+	@OMP_WAIT_POLICY=PASSIVE .venv/bin/ppo-train demo $(ARGS)
 
 # The default backend runs everything; the others must give the same numbers, so they run the tests of semantics.
 test: .venv/.native

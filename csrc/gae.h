@@ -3,12 +3,13 @@
 //     delta_t = r_t + gamma * (1 - terminated_t) * V_next - V_t
 //     A_t = delta_t + gamma * lam * (1 - (terminated_t or truncated_t)) * A_next
 //
-// GAE_ROWS sequences advance together: the chain of additions is sequential in t, so independent ones hide its latency.
+// returns_t = A_t + V_t, in fp32. GAE_ROWS sequences advance together: the chain is sequential in t, and another one hides
+// some of its latency; more of them, at equal distances in memory, would fight for the same cache lines.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
-constexpr int GAE_ROWS = 8;
+constexpr int GAE_ROWS = 2;
 enum MaskMode : int64_t { SKIP, ZERO, DENSE };
 
 struct Gae {
@@ -20,19 +21,27 @@ struct Gae {
     int64_t sequences;
     double gamma, lam;
     int64_t mask_mode;
-    float* advantages;
+    float *advantages, *returns;
 };
 
 struct GaeState {
     double running, next_value;
 };
 
+static inline double multiply_add(double a, double b, double c) {
+#if defined(__FMA__) || defined(__ARM_NEON)
+    return __builtin_fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // One step back at flat index i. FLAGS: any of next_values, terminated, truncated is given.
 template <bool MASK, bool FLAGS>
-static inline void gae_step(const Gae& g, int64_t i, GaeState& state) {
+static inline void gae_step(const Gae& g, double decay, int64_t i, GaeState& state) {
     const bool valid = !MASK || g.valid[i];
     if (MASK && !valid && g.mask_mode == SKIP) {
-        g.advantages[i] = 0;
+        g.advantages[i] = g.returns[i] = 0;
         return;
     }
     const bool read = valid || g.mask_mode == DENSE;
@@ -44,15 +53,17 @@ static inline void gae_step(const Gae& g, int64_t i, GaeState& state) {
         if (ended) next_value = 0;
         if (ended || (g.truncated && g.truncated[i])) running = 0;
     }
-    running = (r - v) + g.gamma * next_value + g.gamma * g.lam * running;
+    running = multiply_add(decay, running, multiply_add(g.gamma, next_value, r - v));
     state = {running, v};
     g.advantages[i] = valid ? float(running) : 0;
+    g.returns[i] = valid ? g.advantages[i] + g.values[i] : 0;
 }
 
 template <bool MASK, bool FLAGS>
 static void gae_rows_as(const Gae& g, int64_t begin, int64_t end) {
     GaeState state[GAE_ROWS];
     const int rows = int(end - begin);
+    const double decay = g.gamma * g.lam;
     const int64_t* segment = g.segments + begin;
     int64_t shortest = segment[1] - segment[0];
     for (int k = 0; k < rows; ++k) {
@@ -61,11 +72,11 @@ static void gae_rows_as(const Gae& g, int64_t begin, int64_t end) {
     }
     if (rows == GAE_ROWS)
         for (int64_t step = 1; step <= shortest; ++step)
-            for (int k = 0; k < GAE_ROWS; ++k) gae_step<MASK, FLAGS>(g, segment[k + 1] - step, state[k]);
+            for (int k = 0; k < GAE_ROWS; ++k) gae_step<MASK, FLAGS>(g, decay, segment[k + 1] - step, state[k]);
     else
         shortest = 0;
     for (int k = 0; k < rows; ++k)
-        for (int64_t i = segment[k + 1] - shortest - 1; i >= segment[k]; --i) gae_step<MASK, FLAGS>(g, i, state[k]);
+        for (int64_t i = segment[k + 1] - shortest - 1; i >= segment[k]; --i) gae_step<MASK, FLAGS>(g, decay, i, state[k]);
 }
 
 static void gae_rows(const Gae& g, int64_t begin, int64_t end) {

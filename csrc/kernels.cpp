@@ -193,7 +193,7 @@ static void for_rows(const Rows& rows, int threads, const F& f) {
     });
 }
 
-API int ppk_abi_version() { return 3; }
+API int ppk_abi_version() { return 4; }
 API const char* ppk_level() { return PPK_LEVEL; }
 
 // Whether this CPU runs `level`; asked of the build for the lowest level.
@@ -213,6 +213,11 @@ API int ppk_cpu_supports(const char* level) {
 #endif
 }
 
+static void expect_new_gradient(const Rows& rows) {  // a new gradient is contiguous
+    const int64_t elements = rows.outer * (rows.inner + rows.shift) * rows.columns;
+    if (rows.grad != rows.logits) expect_first_write(rows.grad, elements * (rows.dtype == F32 ? 4 : 2));
+}
+
 // The first valid row whose token is outside the vocabulary, or -1.
 API int64_t ppk_first_bad_token(const Rows* rows) {
     for (int64_t n = 0; n < rows->count(); ++n) {
@@ -228,6 +233,7 @@ API void ppk_row_stats(const Rows* rows, const RowOutputs* out, int threads) {
 }
 
 API void ppk_row_grad(const Rows* rows, const RowInputs* in, int threads) {
+    expect_new_gradient(*rows);
     for_rows(*rows, threads, [&](auto type, int64_t, int64_t begin, int64_t end) {
         grad_task<decltype(type)>(*rows, begin, end, *in);
     });
@@ -243,6 +249,7 @@ static void reduce(const std::vector<Sums>& parts, const LossParams& params, flo
 API void ppk_row_fused(const Rows* rows, const Tokens* tokens, const RowOutputs* out, float* terms, float* metrics, int threads) {
     const int64_t step = rows_per_task(rows->vocab);
     std::vector<Sums> parts(size_t((rows->count() + step - 1) / step));
+    expect_new_gradient(*rows);
     for_rows(*rows, threads, [&](auto type, int64_t task, int64_t begin, int64_t end) {
         fused_task<decltype(type)>(*rows, begin, end, *tokens, *out, parts[size_t(task)]);
     });
@@ -265,6 +272,8 @@ API void ppk_token_loss(const Tokens* tokens, const float* logprobs, const float
 
 API void ppk_gae(const Gae* g, int threads) {
     constexpr int64_t step = GAE_ROWS;
+    const int64_t bytes = 4 * (g->segments[g->sequences] - g->segments[0]);
+    expect_first_write(g->advantages, bytes), expect_first_write(g->returns, bytes);
     parallel((g->sequences + step - 1) / step, threads, [&](int64_t task) {
         gae_rows(*g, task * step, std::min(g->sequences, (task + 1) * step));
     });

@@ -6,6 +6,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 extern "C" {
 __attribute__((weak)) void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 }
@@ -34,4 +38,16 @@ void parallel(int64_t tasks, int threads, const Task& task) {
         body(&shared);
         for (auto& t : pool) t.join();
     }
+}
+
+// Asks for huge pages under a large output that is about to be written for the first time: at 4 KiB a page, the faults would
+// take longer than the kernel. A hint; where it does nothing, nothing changes.
+static inline void expect_first_write(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = uintptr_t(1) << 21, begin = (uintptr_t(memory) + page - 1) & ~(page - 1);
+    const uintptr_t end = (uintptr_t(memory) + uintptr_t(bytes)) & ~(page - 1);
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
 }

@@ -95,9 +95,8 @@ def gae(
         )
     )
     flat = (rewards.reshape(-1), values.reshape(-1), valid, bootstrap_value, next_values, ended, cut)
-    advantages = ops.gae(*flat, segments, gamma, lam, mask_mode).view(shape)
-    returns = advantages + values.to(advantages.dtype)
-    return GAEOutput(advantages, returns if valid is None else returns.masked_fill(~valid.view(shape), 0.0))
+    advantages, returns = ops.gae(*flat, segments, gamma, lam, mask_mode)
+    return GAEOutput(advantages.view(shape), returns.view(shape))
 
 
 @torch.no_grad()

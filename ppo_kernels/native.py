@@ -22,7 +22,7 @@ from torch import Tensor
 from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import raise_bad_token
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LEVELS = ("v4", "v3", "v2", "neon", "generic")  # best first; not all are built on one machine
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_MODES = {"skip": 0, "zero": 1, "dense": 2}
@@ -67,6 +67,7 @@ class _Gae(Structure):
         ("lam", c_double),
         ("mask_mode", c_int64),
         ("advantages", c_void_p),
+        ("returns", c_void_p),
     ]
 
 
@@ -309,13 +310,14 @@ def gae(
     gamma: float,
     lam: float,
     mask_mode: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     floats = [_flat(x) for x in (rewards, values, bootstrap, next_values)]
     flags = [_flat(x, torch.bool) for x in (valid, terminated, truncated)]
     segments = segments.to(torch.int64).contiguous()
-    advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
+    advantages, returns = (torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2))
     r, v, b, nv, m, term, trunc = map(_pointer, (*floats, *flags))
     struct = _Gae(r, v, m, b, nv, term, trunc, segments.data_ptr(), segments.numel() - 1, gamma, lam)
-    struct.mask_mode, struct.advantages = MASK_MODES[mask_mode], advantages.data_ptr()
+    struct.mask_mode = MASK_MODES[mask_mode]
+    struct.advantages, struct.returns = advantages.data_ptr(), returns.data_ptr()
     library().ppk_gae(byref(struct), torch.get_num_threads())
-    return advantages
+    return advantages, returns

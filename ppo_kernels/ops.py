@@ -8,7 +8,7 @@ for CPU tensors. float64 always runs through the reference.
     row_grad    logits, m, s, H, dL/dlogprob, dL/dentropy -> dlogits           reads it once, writes it once
     row_fused   both, and the token loss between them, in one visit per row
     token_loss  log-probs -> loss, metrics, dL/dlogprob, dL/dentropy, dL/dvalues
-    gae         rewards, values -> advantages
+    gae         rewards, values -> advantages, returns
 
 A trailing underscore: the gradient replaces the logits. All per-token tensors are flat [N], N being the number of
 scored rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. Autograd is in autograd.py.
@@ -48,7 +48,7 @@ _library.define(f"row_fused(Tensor logits, {_FUSED}) -> (Tensor grad_logits, {_S
 _library.define(f"row_fused_(Tensor(a!) logits, {_FUSED}) -> ({_STATS}, {_LOSS})")
 _library.define(
     "gae(Tensor rewards, Tensor values, Tensor? valid, Tensor? bootstrap, Tensor? next_values, Tensor? terminated, "
-    "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode) -> Tensor"
+    "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode) -> (Tensor advantages, Tensor returns)"
 )
 
 row_stats = torch.ops.ppo_kernels.row_stats.default
@@ -187,5 +187,6 @@ def _(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.register_fake("ppo_kernels::gae", lib=_library)
-def _(rewards: Tensor, *args: Any) -> Tensor:
-    return rewards.new_empty(rewards.shape, dtype=accumulate_dtype(rewards.dtype))
+def _(rewards: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    dtype = accumulate_dtype(rewards.dtype)
+    return rewards.new_empty(rewards.shape, dtype=dtype), rewards.new_empty(rewards.shape, dtype=dtype)

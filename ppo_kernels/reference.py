@@ -291,8 +291,9 @@ def gae(
     gamma: float,
     lam: float,
     mask_mode: str,
-) -> Tensor:
-    """Advantages, flat [N]; sequence i is the slice segments[i]:segments[i+1]. Schulman et al. 2016, eq. 16.
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, flat [N]; sequence i is the slice segments[i]:segments[i+1]. Schulman et al. 2016, eq.
+    16.
 
     delta_t = r_t + gamma * (1 - terminated_t) * V_next - V_t
     A_t = delta_t + gamma * lam * (1 - (terminated_t or truncated_t)) * A_next
@@ -319,6 +320,8 @@ def gae(
         running = torch.where(here, current, running)
         following = torch.where(here, v[at], following)
         advantages[at[here]] = current[here]
+    advantages = advantages.to(accumulate_dtype(rewards.dtype))
+    returns = advantages + values.to(advantages.dtype)
     if valid is not None:
-        advantages = advantages.masked_fill(~valid, 0.0)
-    return advantages.to(accumulate_dtype(rewards.dtype))
+        advantages, returns = advantages.masked_fill(~valid, 0.0), returns.masked_fill(~valid, 0.0)
+    return advantages, returns
