@@ -56,8 +56,7 @@ def gae(
         next_values: V_next of every step, instead of the value of the next step.
         mask_mode: "skip": masked steps do not exist, neither read nor counted (tool output between turns); "zero":
             they have reward and value 0 and discount; "dense": they count fully, only their results are 0. In the
-            first two a reward at
-            a masked step is not read: put it on the last valid one, as shape_rewards does.
+            first two a reward at a masked step is not read: put it on the last valid one, as shape_rewards does.
         cu_seqlens: [B + 1] int32; sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
 
     Raises: TypeError, ValueError before any computation.
@@ -214,8 +213,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """Drives the measured KL towards `target` (Ziegler et al. 2019, section 2.2).
 
-    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon, with kl in the unit of target (nats per sequence
-    there).
+    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon, with kl in the unit of target (there: nats per
+    sequence).
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:

@@ -1,5 +1,4 @@
-"""`python -m ppo_kernels.doctor`: what runs here, and a self-check. `--levels` lists the native levels this CPU
-runs."""
+"""`python -m ppo_kernels.doctor`: what runs here, and a self-check. `--levels` lists the native levels that run."""
 
 from __future__ import annotations
 

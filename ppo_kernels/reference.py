@@ -292,8 +292,7 @@ def gae(
     lam: float,
     mask_mode: str,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, flat [N]; sequence i is the slice segments[i]:segments[i+1]. Schulman et al. 2016, eq.
-    16.
+    """Advantages and returns, flat [N]; sequence i is segments[i]:segments[i+1] (Schulman et al. 2016, eq. 16).
 
     delta_t = r_t + gamma * (1 - terminated_t) * V_next - V_t
     A_t = delta_t + gamma * lam * (1 - (terminated_t or truncated_t)) * A_next
