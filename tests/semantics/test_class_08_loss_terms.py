@@ -325,12 +325,16 @@ def test_all_metrics_match_the_oracle(shape):
             assert metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
 
 
-def test_metrics_are_one_packed_fp32_tensor_of_sums():
-    """Two halves of a batch add up to the whole: the sums and counts travel, not the means."""
-    new, old, adv = -torch.rand(8), -torch.rand(8), torch.randn(8)
-    whole = ppo_loss(new, old, adv).metrics.compute()
-    parts = [ppo_loss(new[s], old[s], adv[s]).metrics.compute() for s in (slice(0, 3), slice(3, 8))]
-    for name in ("ratio_mean", "approx_kl_k1", "approx_kl_k2", "approx_kl_k3", "clip_fraction"):
-        assert sum(p[name] * p["tokens"] for p in parts) / 8 == pytest.approx(whole[name], rel=1e-5, abs=1e-6)
-    assert min(p["ratio_min"] for p in parts) == whole["ratio_min"]
-    assert max(p["ratio_max"] for p in parts) == whole["ratio_max"]
+def test_metrics_add_up_over_micro_batches():
+    """Sums and counts travel, not means: two unequal halves make the metrics of the whole."""
+    new, old, adv, values = -torch.rand(8), -torch.rand(8), torch.randn(8), torch.randn(8)
+
+    def metrics(rows):
+        v = values[rows]
+        return ppo_loss(new[rows], old[rows], adv[rows], entropy=-new[rows], values=v, returns=v + 1).metrics
+
+    whole, parts = metrics(slice(None)).compute(), [metrics(slice(0, 3)), metrics(slice(3, 8))]
+    for total in (parts[0] + parts[1], parts[1] + parts[0]):
+        assert total.packed.dtype == torch.float32
+        for name, value in total.compute().items():
+            assert value == pytest.approx(whole[name], rel=1e-6, abs=1e-7), name
