@@ -66,6 +66,8 @@ def token_weights(
     by 1.
     """
     counted = torch.ones_like(like) if valid is None else valid.to(like.dtype)
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.to(like)
     if config.aggregation == "token-mean":
         return counted * (scale / _or_one(counted.sum() if normalizer is None else normalizer))
     if sequences is None:

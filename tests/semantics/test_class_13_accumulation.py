@@ -105,10 +105,17 @@ def test_case_96_ddp_averages_so_each_rank_scales_by_the_world_size():
     assert_close(torch.stack(ranks).mean(0), single.grad.double(), 5e-7, scale=1e-2)
 
 
-def test_a_normalizer_below_one_is_raised_to_one():
+def test_a_normalizer_of_zero_divides_by_one():
     zeros = torch.zeros(2)
     assert ppo_loss(zeros, zeros, -torch.ones(2), normalizer=0).loss == 2
     assert ppo_loss(zeros, zeros, -torch.ones(2), torch.zeros(2), normalizer=0).loss == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float64])
+def test_a_tensor_normalizer_is_as_exact_as_a_number(dtype):
+    new, old, adv = (torch.randn(7, dtype=torch.float64) for _ in range(3))
+    number, tensor = (ppo_loss(new, old, adv, normalizer=n).loss for n in (7919, torch.tensor(7919, dtype=dtype)))
+    assert_close(tensor, number.numpy(), 1e-15)
 
 
 def test_padding_columns_and_rows_change_nothing():
