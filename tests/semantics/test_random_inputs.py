@@ -61,7 +61,7 @@ def strided(x, how):
 STRIDES = st.sampled_from(["plain", "swapped", "slice", "gaps"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     options=loss_options(),
     rows=st.integers(1, 4),
@@ -173,7 +173,7 @@ def test_fused_ppo_loss(
         assert_close(values.grad, want.result.d_values * 1.25, 5e-7, scale=float(np.abs(want.result.d_values).max()))
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     rows=st.integers(1, 5),
     length=st.integers(1, 70),
