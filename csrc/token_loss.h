@@ -1,4 +1,4 @@
-// The PPO loss of one token: the same mathematics as _token_loss in ppo_kernels/reference.py, with the gradient written out.
+// The PPO loss of one token: the same mathematics as token_loss in ppo_kernels/reference.py.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -71,7 +71,7 @@ class Batch:
     ) -> TokenInputs:
         config = self.config
         for name, number in (("normalizer", normalizer), ("loss_scale", scale)):
-            check_scalar(name, number, self.like)
+            check_scalar(name, number)
         if config.kl_coef != 0 and ref_logprobs is None:
             raise ValueError(f"ref_logprobs is None, but config.kl_coef={config.kl_coef} needs it")
         if (values is None) != (returns is None):
@@ -110,7 +110,7 @@ class Batch:
         return x if self.valid is None else x.masked_fill(~self.valid, 0.0)
 
 
-def check_scalar(name: str, x: Any, like: Tensor) -> None:
+def check_scalar(name: str, x: Any) -> None:
     if isinstance(x, Tensor):
         checks.matching(name, x, None, ())
     elif x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):

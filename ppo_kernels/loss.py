@@ -213,8 +213,12 @@ def _config(config: object) -> PPOLossConfig:
 
 
 def _check_inplace(logits: Tensor) -> None:
-    rows = [(size, stride) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size > 1]
-    if any(stride == 0 for _, stride in rows) or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
+    extent, overlap = 1, False
+    for stride, size in sorted((stride, size) for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+        if size > 1:
+            overlap |= stride < extent
+            extent += stride * (size - 1)
+    if overlap or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
         raise ValueError(
             f"logits has strides {logits.stride()}, expected a dense last axis and no overlap for inplace_grad"
         )

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import warnings
+from collections.abc import Callable
 from ctypes import Structure, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ class _Call:
         tokens, valid = tokens.to(torch.int64).contiguous(), _flat(valid, torch.bool)
         grad_strides = (0, 0) if grad is None else _two_strides(grad)[2:]
         self.n = outer * inner
-        self.tokens, self.keep = tokens, (logits, tokens, valid, grad)
+        self.keep = (logits, tokens, valid, grad)
         self.struct = _Rows(
             *(_pointer(x) for x in (logits, grad, tokens, valid)),
             *(DTYPES[logits.dtype], outer, inner, int(shift), stride_outer, stride_inner),
@@ -221,7 +222,16 @@ def row_grad(logits: Tensor, *args: Any) -> Tensor:
 
 
 def row_grad_(logits: Tensor, *args: Any) -> None:
-    _row_grad_into(logits, logits, *args)
+    _in_place(_row_grad_into, logits, *args)
+
+
+def _in_place(into: Callable[..., Any], logits: Tensor, *args: Any) -> Any:
+    """into(grad, logits, ...) with the gradient over the logits, by way of a copy if their rows have no two strides."""
+    rows = _two_strides(logits)[0]
+    outputs = into(rows, rows, *args)
+    if rows is not logits:
+        logits.copy_(rows)
+    return outputs
 
 
 def _row_grad_into(
@@ -274,7 +284,8 @@ def row_fused(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return _row_fused_into(logits, logits, *args)
+    outputs: tuple[Tensor, ...] = _in_place(_row_fused_into, logits, *args)
+    return outputs
 
 
 def _row_fused_into(

@@ -129,3 +129,24 @@ def test_inplace_gradient_is_an_ordinary_gradient_to_what_follows():
         fused_ppo_loss(hidden @ weight, tokens, old, adv, inplace_grad=inplace).loss.backward()
         grads.append(weight.grad)
     assert same_bits(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_leading_axes_that_no_two_strides_describe(dtype, shift):
+    """[:, :2] of [2, 3, S, V]: the gradient once went to rows that the slice leaves out."""
+    whole = torch.randn(2, 3, 5, 70).to(dtype)
+    tokens, advantages = torch.randint(70, (2, 2, 5)), torch.randn(2, 2, 5 - shift)
+    expected = whole[:, :2].clone().requires_grad_()
+    fused_ppo_loss(expected, tokens, None, advantages, shift=shift).loss.backward()
+    parent = whole.clone().requires_grad_()
+    fused_ppo_loss((parent * 1)[:, :2], tokens, None, advantages, shift=shift, inplace_grad=True).loss.backward()
+    assert torch.equal(parent.grad[:, :2], expected.grad)
+    assert (parent.grad[:, 2] == 0).all()
+
+
+def test_rows_that_overlap_are_refused():
+    """Row 1 begins inside row 0: its gradient would overwrite logits still to be read."""
+    overlapping = torch.randn(20).as_strided((3, 8), (4, 1)).requires_grad_()
+    with pytest.raises(ValueError, match="no overlap"):
+        fused_ppo_loss(overlapping, torch.zeros(3, dtype=torch.long), None, torch.ones(3), inplace_grad=True)
