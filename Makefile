@@ -3,17 +3,19 @@
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= bench/run.py
+TESTS := test-default test-triton-0 test-triton-1 test-reference test-levels
 
 venv := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench clean
+.PHONY: help train test $(TESTS) lint bench gpu clean
 
 help:
 	@echo "make train   run the demo: SFT, reward model and PPO on real text; ARGS='...' is passed to ppo-train demo"
 	@echo "make test    run the tests on every backend and instruction-set level of this machine"
 	@echo "make lint    check style and types"
 	@echo "make bench   run the benchmarks; ARGS='...' is passed to $(BENCH)"
+	@echo "make gpu     run the tests and the benchmark on a CUDA device, with $(PYTHON) as it is; ARGS=--dry tries it without"
 	@echo "make clean   remove what was built and the caches; .venv and runs stay"
 	@echo "PYTHON=python3.12 before the first run chooses the Python (3.10 or newer) of .venv"
 
@@ -38,12 +40,25 @@ train: .venv/.native
 	@echo "train: ppo-train demo $(ARGS)"
 	@OMP_WAIT_POLICY=PASSIVE .venv/bin/ppo-train demo $(ARGS)
 
-# The default backend runs everything; the others must give the same numbers, so they run the tests of semantics.
+# The default backend runs everything; every other backend must give the same numbers, so it runs the tests of semantics:
+# plain PyTorch, each lower instruction-set level, and the Triton kernels in Triton's interpreter. Two run at a time.
 test: .venv/.native
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(TESTS)
+
+test-default: .venv/.native
 	@echo "test: everything, default backend"
 	@$(venv) -m pytest -q tests
+
+test-reference: .venv/.native
 	@echo "test: semantics, reference backend"
 	@PPO_KERNELS_BACKEND=reference $(venv) -m pytest -q tests/semantics
+
+test-triton-%: .venv/.native
+	@echo "test: semantics, Triton kernels in the interpreter, half $*"
+	@TRITON_INTERPRET=1 PPO_KERNELS_BACKEND=triton PPO_KERNELS_TEST_SHARD=$*/2 \
+	    $(venv) -m pytest -q tests/semantics tests/triton tests/test_ops.py
+
+test-levels: .venv/.native
 	@runnable=$$($(venv) -m ppo_kernels.doctor --levels) && best=$$(echo "$$runnable" | sort | tail -n 1) && \
 	for library in ppo_kernels/_native_*.so; do \
 	    [ -e "$$library" ] || continue; \
@@ -64,6 +79,11 @@ lint: .venv/.native
 bench: .venv/.native
 	@echo "bench: $(BENCH) $(ARGS)"
 	@$(venv) $(BENCH) $(ARGS)
+
+# With the machine's own Python and its torch: no set-up. It builds the native library and keeps to ten minutes.
+gpu:
+	@echo "gpu: bench/gpu.py $(ARGS)"
+	@$(PYTHON) bench/gpu.py $(ARGS)
 
 clean:
 	@echo "clean: build products and caches"

@@ -20,12 +20,13 @@ struct Gae {
     const int64_t* segments;  // sequence i is [segments[i], segments[i + 1])
     int64_t sequences;
     double gamma, lam;
+    const double* row_lam;  // of each sequence, instead of lam; may be nullptr
     int64_t mask_mode;
     float *advantages, *returns;
 };
 
 struct GaeState {
-    double running, next_value;
+    double running, next_value, decay;  // decay: gamma * lam of the sequence
 };
 
 static inline double multiply_add(double a, double b, double c) {
@@ -38,7 +39,7 @@ static inline double multiply_add(double a, double b, double c) {
 
 // One step back at flat index i. FLAGS: any of next_values, terminated, truncated is given.
 template <bool MASK, bool FLAGS>
-static inline void gae_step(const Gae& g, double decay, int64_t i, GaeState& state) {
+static inline void gae_step(const Gae& g, int64_t i, GaeState& state) {
     const bool valid = !MASK || g.valid[i];
     if (MASK && !valid && g.mask_mode == SKIP) {
         g.advantages[i] = g.returns[i] = 0;
@@ -53,8 +54,8 @@ static inline void gae_step(const Gae& g, double decay, int64_t i, GaeState& sta
         if (ended) next_value = 0;
         if (ended || (g.truncated && g.truncated[i])) running = 0;
     }
-    running = multiply_add(decay, running, multiply_add(g.gamma, next_value, r - v));
-    state = {running, v};
+    running = multiply_add(state.decay, running, multiply_add(g.gamma, next_value, r - v));
+    state.running = running, state.next_value = v;
     g.advantages[i] = valid ? float(running) : 0;
     g.returns[i] = valid ? g.advantages[i] + g.values[i] : 0;
 }
@@ -63,20 +64,20 @@ template <bool MASK, bool FLAGS>
 static void gae_rows_as(const Gae& g, int64_t begin, int64_t end) {
     GaeState state[GAE_ROWS];
     const int rows = int(end - begin);
-    const double decay = g.gamma * g.lam;
     const int64_t* segment = g.segments + begin;
     int64_t shortest = segment[1] - segment[0];
     for (int k = 0; k < rows; ++k) {
-        state[k] = {0, g.bootstrap ? g.bootstrap[begin + k] : 0.0};
+        const double lam = g.row_lam ? g.row_lam[begin + k] : g.lam;
+        state[k] = {0, g.bootstrap ? g.bootstrap[begin + k] : 0.0, g.gamma * lam};
         shortest = std::min(shortest, segment[k + 1] - segment[k]);
     }
     if (rows == GAE_ROWS)
         for (int64_t step = 1; step <= shortest; ++step)
-            for (int k = 0; k < GAE_ROWS; ++k) gae_step<MASK, FLAGS>(g, decay, segment[k + 1] - step, state[k]);
+            for (int k = 0; k < GAE_ROWS; ++k) gae_step<MASK, FLAGS>(g, segment[k + 1] - step, state[k]);
     else
         shortest = 0;
     for (int k = 0; k < rows; ++k)
-        for (int64_t i = segment[k + 1] - shortest - 1; i >= segment[k]; --i) gae_step<MASK, FLAGS>(g, decay, i, state[k]);
+        for (int64_t i = segment[k + 1] - shortest - 1; i >= segment[k]; --i) gae_step<MASK, FLAGS>(g, i, state[k]);
 }
 
 static void gae_rows(const Gae& g, int64_t begin, int64_t end) {

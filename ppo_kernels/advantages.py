@@ -182,15 +182,8 @@ def masked_whiten(
     x = checks.floating("x", x)
     eps = checks.non_negative("eps", eps)
     valid = checks.mask("mask", mask, x, x.shape)
-    wide = x.double() if valid is None else torch.where(valid, x.double(), 0.0)
-    count = x.numel() if valid is None else valid.sum()
-    mean = wide.sum() / torch.as_tensor(count, device=x.device).clamp(min=1)
-    centred = wide - mean if valid is None else torch.where(valid, wide - mean, 0.0)
-    variance = centred.square().sum() / torch.as_tensor(count - int(unbiased), device=x.device).clamp(min=1)
-    whitened = torch.where(centred == 0, 0.0, centred * torch.rsqrt(variance + eps))  # eps may be 0
-    if not shift_mean:
-        whitened = whitened + mean if valid is None else torch.where(valid, whitened + mean, 0.0)
-    return whitened.to(accumulate_dtype(x.dtype))
+    result: Tensor = ops.whiten(x, valid, shift_mean, unbiased, eps)
+    return result
 
 
 class FixedKLController:

@@ -149,6 +149,6 @@ def _outputs(ctx: FunctionCtx, terms: Tensor, metrics: Tensor, *also: Tensor) ->
 
 
 def _scale_(grad_logits: Tensor, grad: Tensor) -> None:
-    """grad_logits *= grad; the usual upstream gradient, 1, costs nothing on a CPU."""
+    """grad_logits *= grad; the usual upstream gradient, 1, costs nothing."""
     if not checks.eager_cpu(grad) or grad.item() != 1.0:
-        grad_logits.mul_(grad)
+        ops.scale_(grad_logits, grad)

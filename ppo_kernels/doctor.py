@@ -15,11 +15,12 @@ def report() -> list[str]:
     levels = ", ".join(native.runnable_levels()) or "none"
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     cpu = f"native ({native.level()})" if ops.CPU_BACKEND == "native" else ops.CPU_BACKEND
+    gpu = "Triton kernels" if ops.GPU_BACKEND == "triton" else "plain PyTorch"
     return [
         f"python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}",
         f"native libraries: built {', '.join(native.built_levels()) or 'none'}; runnable here {levels}",
         f"CPU tensors: {cpu}, {torch.get_num_threads()} threads",
-        f"CUDA device: {cuda}; tensors that are not on the CPU: plain PyTorch",
+        f"CUDA device: {cuda}; its tensors: {gpu}; tensors of other devices: plain PyTorch",
     ]
 
 

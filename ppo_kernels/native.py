@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-import math
 import os
 import warnings
-from collections.abc import Callable
 from ctypes import Structure, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import raise_bad_token
+from ppo_kernels.strides import in_place, two_strides
 
 ABI_VERSION = 4
 LEVELS = ("v4", "v3", "v2", "neon", "generic")  # best first; not all are built on one machine
@@ -149,20 +147,6 @@ def _flat(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None
     return None if x is None else x.to(dtype).contiguous()
 
 
-def _two_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x, copied only if its rows have no two strides, with (outer, stride_outer, stride_inner) of its rows."""
-    if x.numel() == 0 or (x.stride(-1) != 1 and x.shape[-1] > 1):
-        x = x.contiguous()
-    shape, strides = x.shape[:-1], x.stride()[:-1]
-    if not shape:
-        return x, 1, 0, 0
-    leading = [(size, stride) for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size != 1]
-    if x.numel() and any(stride != size * below for (_, stride), (size, below) in itertools.pairwise(leading)):
-        return _two_strides(x.contiguous())
-    outer = math.prod(size for size, _ in leading)
-    return x, outer, leading[-1][1] if leading else 0, strides[-1]
-
-
 class _Call:
     """One call's view of rows of logits; keeps every tensor alive that the structure points to."""
 
@@ -176,10 +160,10 @@ class _Call:
         shift: bool,
         grad: Tensor | None = None,
     ) -> None:
-        logits, outer, stride_outer, stride_inner = _two_strides(logits)
+        logits, outer, stride_outer, stride_inner = two_strides(logits)
         inner = (logits.shape[-2] if logits.dim() > 1 else 1) - shift
         tokens, valid = tokens.to(torch.int64).contiguous(), _flat(valid, torch.bool)
-        grad_strides = (0, 0) if grad is None else _two_strides(grad)[2:]
+        grad_strides = (0, 0) if grad is None else two_strides(grad)[2:]
         self.n = outer * inner
         self.keep = (logits, tokens, valid, grad)
         self.struct = _Rows(
@@ -222,16 +206,7 @@ def row_grad(logits: Tensor, *args: Any) -> Tensor:
 
 
 def row_grad_(logits: Tensor, *args: Any) -> None:
-    _in_place(_row_grad_into, logits, *args)
-
-
-def _in_place(into: Callable[..., Any], logits: Tensor, *args: Any) -> Any:
-    """into(grad, logits, ...) with the gradient over the logits, by way of a copy if their rows have no two strides."""
-    rows = _two_strides(logits)[0]
-    outputs = into(rows, rows, *args)
-    if rows is not logits:
-        logits.copy_(rows)
-    return outputs
+    in_place(_row_grad_into, logits, *args)
 
 
 def _row_grad_into(
@@ -284,7 +259,7 @@ def row_fused(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = _in_place(_row_fused_into, logits, *args)
+    outputs: tuple[Tensor, ...] = in_place(_row_fused_into, logits, *args)
     return outputs
 
 

@@ -1,14 +1,16 @@
 """The operators: the one seam between the mathematics and the backends.
 
-Every operator has a plain PyTorch kernel (reference.py) for any device, a faster kernel per device type where there is
-one, and a fake kernel for torch.compile. PPO_KERNELS_BACKEND=native|reference, read once here, overrides the choice
-for CPU tensors. float64 always runs through the reference.
+Every operator has a plain PyTorch kernel (reference.py) for any device, a fake kernel for torch.compile, and a faster
+kernel where there is one: the native library on a CPU, Triton on a GPU. PPO_KERNELS_BACKEND=native|triton|reference,
+read once here, overrides the choice. float64 always runs through the reference.
 
     row_stats   logits -> logprob, entropy, row max m and sum s                reads the vocabulary once
     row_grad    logits, m, s, H, dL/dlogprob, dL/dentropy -> dlogits           reads it once, writes it once
     row_fused   both, and the token loss between them, in one visit per row
     token_loss  log-probs -> loss, metrics, dL/dlogprob, dL/dentropy, dL/dvalues
     gae         rewards, values -> advantages, returns
+    whiten      x -> (x - mean) / standard deviation
+    scale_      gradient *= a number on the device
 
 A trailing underscore: the gradient replaces the logits. All per-token tensors are flat [N], N being the number of
 scored rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. Autograd is in autograd.py.
@@ -16,6 +18,7 @@ scored rows; with `shift`, row t of the last dimension scores token t + 1, by ad
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +54,9 @@ _library.define(
     "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode) -> (Tensor advantages, Tensor returns)"
 )
 
+_library.define("whiten(Tensor x, Tensor? valid, bool shift_mean, bool unbiased, float eps) -> Tensor")
+_library.define("scale_(Tensor(a!) x, Tensor factor) -> ()")
+
 row_stats = torch.ops.ppo_kernels.row_stats.default
 row_grad = torch.ops.ppo_kernels.row_grad.default
 row_grad_ = torch.ops.ppo_kernels.row_grad_.default
@@ -58,6 +64,8 @@ token_loss = torch.ops.ppo_kernels.token_loss.default
 row_fused = torch.ops.ppo_kernels.row_fused.default
 row_fused_ = torch.ops.ppo_kernels.row_fused_.default
 gae = torch.ops.ppo_kernels.gae.default
+whiten = torch.ops.ppo_kernels.whiten.default
+scale_ = torch.ops.ppo_kernels.scale_.default
 
 
 # ---- any device: plain PyTorch --------------------------------------------------------------------------------------
@@ -96,6 +104,10 @@ def _row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
+def _scale_(x: Tensor, factor: Tensor) -> None:
+    x.mul_(factor)
+
+
 _ANY_DEVICE: dict[str, Callable[..., Any]] = {
     "row_stats": _row_stats,
     "row_grad": reference.row_grad,
@@ -104,12 +116,42 @@ _ANY_DEVICE: dict[str, Callable[..., Any]] = {
     "row_fused": _row_fused,
     "row_fused_": _row_fused_,
     "gae": reference.gae,
+    "whiten": reference.whiten,
+    "scale_": _scale_,
 }
 for _name, _kernel in _ANY_DEVICE.items():
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 
-# ---- CPU: the native library ----------------------------------------------------------------------------------------
+# ---- where there are faster ones ------------------------------------------------------------------------------------
+
+FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _native(name: str) -> Callable[..., Any]:
+    general = _ANY_DEVICE[name]
+    fast = getattr(native, name, general)
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        return fast(x, *args) if x.dtype in FAST_DTYPES else general(x, *args)
+
+    return kernel
+
+
+def _triton(name: str) -> Callable[..., Any]:
+    """Triton is imported by the first call that needs it."""
+    general = _ANY_DEVICE[name]
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        if x.dtype not in FAST_DTYPES:
+            return general(x, *args)
+        from ppo_kernels import triton_kernels
+
+        if name.startswith("row") and x.shape[-1] > triton_kernels.MAX_VOCAB:
+            return general(x, *args)
+        return getattr(triton_kernels, name)(x, *args)
+
+    return kernel
 
 
 def _choose_cpu_backend() -> str:
@@ -119,25 +161,25 @@ def _choose_cpu_backend() -> str:
     if backend == "native":
         native.require()
     elif backend == "triton":
-        raise RuntimeError("PPO_KERNELS_BACKEND=triton cannot run: this version has no Triton kernels")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError("PPO_KERNELS_BACKEND=triton runs on CPU tensors only with TRITON_INTERPRET=1")
     elif backend != "reference":
         raise ValueError(f"PPO_KERNELS_BACKEND must be native, triton or reference, got {backend!r}")
     return backend
 
 
-def _native_or_reference(name: str) -> Callable[..., Any]:
-    fast, general = getattr(native, name), _ANY_DEVICE[name]
-
-    def kernel(x: Tensor, *args: Any) -> Any:
-        return fast(x, *args) if x.dtype in native.DTYPES else general(x, *args)
-
-    return kernel
+def _choose_gpu_backend() -> str:
+    if os.environ.get("PPO_KERNELS_BACKEND") == "reference":
+        return "reference"
+    return "triton" if importlib.util.find_spec("triton") else "reference"
 
 
-CPU_BACKEND = _choose_cpu_backend()
-if CPU_BACKEND == "native":
-    for _name in _ANY_DEVICE:
-        _library.impl(_name, _native_or_reference(_name), "CPU")
+CPU_BACKEND, GPU_BACKEND = _choose_cpu_backend(), _choose_gpu_backend()
+_KERNELS: dict[str, Callable[[str], Callable[..., Any]]] = {"native": _native, "triton": _triton}
+for _device, _backend in (("CPU", CPU_BACKEND), ("CUDA", GPU_BACKEND)):
+    if _backend in _KERNELS:
+        for _name in _ANY_DEVICE:
+            _library.impl(_name, _KERNELS[_backend](_name), _device)
 
 
 # ---- torch.compile: shapes and dtypes -------------------------------------------------------------------------------
@@ -163,6 +205,16 @@ def _(logits: Tensor, *args: Any) -> Tensor:
 
 @torch.library.register_fake("ppo_kernels::row_grad_", lib=_library)
 def _(logits: Tensor, *args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("ppo_kernels::whiten", lib=_library)
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype))
+
+
+@torch.library.register_fake("ppo_kernels::scale_", lib=_library)
+def _(x: Tensor, *args: Any) -> None:
     return None
 
 

@@ -324,3 +324,21 @@ def gae(
     if valid is not None:
         advantages, returns = advantages.masked_fill(~valid, 0.0), returns.masked_fill(~valid, 0.0)
     return advantages, returns
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whitening
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) over valid elements, 0 at the others, in two passes; all equal gives 0."""
+    wide = x.double() if valid is None else torch.where(valid, x.double(), 0.0)
+    count = x.numel() if valid is None else valid.sum()
+    mean = wide.sum() / torch.as_tensor(count, device=x.device).clamp(min=1)
+    centred = wide - mean if valid is None else torch.where(valid, wide - mean, 0.0)
+    variance = centred.square().sum() / torch.as_tensor(count - int(unbiased), device=x.device).clamp(min=1)
+    whitened = torch.where(centred == 0, 0.0, centred * torch.rsqrt(variance + eps))  # eps may be 0
+    if not shift_mean:
+        whitened = whitened + mean if valid is None else torch.where(valid, whitened + mean, 0.0)
+    return whitened.to(accumulate_dtype(x.dtype))

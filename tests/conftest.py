@@ -1,38 +1,79 @@
 """Shared fixtures: seeds, the device and backend under test, loud GPU skips.
 
 PPO_KERNELS_TEST_DEVICE=cuda runs the semantics on a GPU; PPO_KERNELS_BACKEND and PPO_KERNELS_ISA pick what is tested.
+PPO_KERNELS_TEST_SHARD=i/n runs one n-th of the tests, so that n processes share them.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+
+try:
+    import hypothesis
+except ImportError:
+    hypothesis = None
 
 DEVICE = os.environ.get("PPO_KERNELS_TEST_DEVICE", "cpu")
 BACKEND = os.environ.get("PPO_KERNELS_BACKEND", "native" if DEVICE == "cpu" else "triton")
 
-settings.register_profile(
-    "repeatable",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-settings.load_profile("repeatable")
+INTERPRETER = BACKEND == "triton" and DEVICE == "cpu"
+SHARD, SHARDS = (int(x) for x in os.environ.get("PPO_KERNELS_TEST_SHARD", "0/1").split("/"))
+
+if hypothesis is not None:
+    hypothesis.settings.register_profile(
+        "repeatable",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
+    )
+    hypothesis.settings.load_profile("repeatable")
+    collect_ignore: list[str] = []
+else:
+    here = Path(__file__).parent
+    collect_ignore = [str(p) for p in sorted(here.rglob("test_*.py")) if "\nfrom hypothesis" in p.read_text()]
+
+
+def hurry_the_interpreter() -> None:
+    """Makes Triton's interpreter several times as fast, which pays for every operation and hardly for its size.
+
+    Rows are cut into few wide tiles (tests/triton has the other shapes), and the functions of triton.language are
+    replaced by interpreted ones when they are not yet, instead of at each call of a function.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from ppo_kernels.triton_kernels import launch
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if tl.core.is_builtin(tl.core.load):
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    launch.MAX_LANES, launch.MAX_UNROLL = 4096, 1
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETER:
+        hurry_the_interpreter()
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "cpu_only(reason): has no meaning on a GPU, for the reason given")
     if DEVICE != "cpu":
         torch.set_default_device(DEVICE)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARDS != SHARD]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARDS == SHARD]
     no_gpu = pytest.mark.skip(reason="NOT RUN: needs a CUDA device and torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -44,6 +85,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     return f"ppo_kernels under test: device={DEVICE} backend={BACKEND} isa={os.environ.get('PPO_KERNELS_ISA', 'best')}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for path in collect_ignore:
+        name = os.path.relpath(path)
+        terminalreporter.write_line(f"NOT RUN: {name} needs hypothesis, which is not installed", red=True)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +114,13 @@ def fused_kernels() -> None:
     """For tests of what only a fused kernel can do."""
     if BACKEND == "reference":
         pytest.skip("the reference backend is plain PyTorch: it materialises log_softmax")
+
+
+@pytest.fixture
+def not_interpreted() -> None:
+    """For tests of what Triton's interpreter cannot do."""
+    if INTERPRETER:
+        pytest.skip("Triton's interpreter keeps global state: it runs in one thread, and needs triton")
 
 
 @pytest.fixture

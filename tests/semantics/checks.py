@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from conftest import INTERPRETER
 from oracle import to_numpy
 
 # Significant bits after the leading one, and the exponent of the smallest subnormal, of each logits dtype.
@@ -76,6 +77,11 @@ def assert_logits_grad(got: torch.Tensor, want: np.ndarray, bar: float = 1e-6) -
     reference = rounded(want, got.dtype)
     row_largest = np.abs(want).max(axis=-1, keepdims=True) if want.size else np.zeros(want.shape)
     assert_within(value, reference, ulp(reference, got.dtype) + 1e-6 * row_largest, f"gradient ({got.dtype})")
+
+
+def examples(number: int) -> int:
+    """How many random inputs to try; fewer in Triton's interpreter, which is slow."""
+    return number // 8 if INTERPRETER else number
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:

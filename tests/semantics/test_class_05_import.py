@@ -20,7 +20,7 @@ def run_python(code, **env):
     )
 
 
-def test_case_47_imports_and_works_without_triton():
+def test_case_47_imports_and_works_without_triton(not_interpreted):
     result = run_python(
         """
         import sys

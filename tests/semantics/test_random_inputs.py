@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import oracle
 import torch
-from checks import assert_close, assert_logits_grad, assert_logprobs
+from checks import assert_close, assert_logits_grad, assert_logprobs, examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import LossSpec
@@ -61,7 +61,7 @@ def strided(x, how):
 STRIDES = st.sampled_from(["plain", "swapped", "slice", "gaps"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     options=loss_options(),
     rows=st.integers(1, 4),
@@ -173,7 +173,7 @@ def test_fused_ppo_loss(
         assert_close(values.grad, want.result.d_values * 1.25, 5e-7, scale=float(np.abs(want.result.d_values).max()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     rows=st.integers(1, 5),
     length=st.integers(1, 70),
@@ -240,7 +240,7 @@ def test_gae(
         assert_close(g, w, 5e-7, scale=max(1.0, float(np.abs(w).max())))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shape=st.sampled_from([(1,), (5,), (3, 7), (2, 1, 9)]),
     masked=st.booleans(),

@@ -106,7 +106,7 @@ def test_the_number_of_threads_changes_no_bit(dtype, threads):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_concurrent_calls_from_python_threads_do_not_share_scratch(dtype):
+def test_concurrent_calls_from_python_threads_do_not_share_scratch(dtype, not_interpreted):
     problems = [
         (torch.randn(9, w, dtype=dtype), torch.randint(w, (9,)), torch.randn(9)) for w in (50, 3001, 4097, 700) * 3
     ]

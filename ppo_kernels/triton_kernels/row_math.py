@@ -1,0 +1,160 @@
+"""What follows from the sums of a row (rows.py): log-prob, entropy, and the gradient of its logits.
+
+All per-row values may be scalars or vectors over rows.
+
+    ln p_y = t_y - ln S,   H = ln S - E[t],   S = sum(2^t_i) over all columns, t here in nats
+    dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (ln p_i + H)) / T,   ln p_i + H = t_i - E[t]
+"""
+
+import triton
+import triton.language as tl
+
+from ppo_kernels.triton_kernels.arithmetic import EXP2_ZERO, LN2, LOG2E, at_least, exp, exp2, expm1, log, log1p
+from ppo_kernels.triton_kernels.rows import rescale
+
+
+@triton.jit
+def locate(n, inner, shift, stride_outer, stride_inner):
+    """Of scored row n: the offset of its logits, and the index of its token."""
+    outer, i = n // inner, n % inner
+    return outer * stride_outer + i * stride_inner, outer * (inner + shift) + i + shift
+
+
+@triton.jit
+def scored_row(q, inner, shift):
+    """Of row q of all rows: whether it scores a token (with shift, the last of a sequence does not), and as which n."""
+    outer, i = q // (inner + shift), q % (inner + shift)
+    return i < inner, outer * inner + i
+
+
+@triton.jit
+def offset_of(q, inner, shift, stride_outer, stride_inner):
+    """Of row q of all rows: the offset of its first element."""
+    return q // (inner + shift) * stride_outer + q % (inner + shift) * stride_inner
+
+
+@triton.jit
+def load_mask(valids, n, here):
+    """`here`, and where there is a mask, that too."""
+    if valids is None:
+        return here
+    else:
+        return here & tl.load(valids + n, mask=here, other=0).to(tl.int1)
+
+
+@triton.jit
+def load_given(x, n, mask):
+    """x[n], 0 where masked; None for an input that is not given."""
+    if x is None:
+        return None
+    else:
+        return tl.load(x + n, mask=mask, other=0.0)
+
+
+@triton.jit
+def target_logit(row, y, vocab, valid):
+    """x_y; NaN for a token outside the vocabulary, which is not read (and an error with TRITON_DEBUG=1)."""
+    inside = (y >= 0) & (y < vocab)
+    tl.device_assert(inside | ~valid, "tokens: a token is outside the vocabulary")
+    return tl.load(row + y, mask=inside & valid, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def finish(m, s, w, x_y, k, per_t, ENTROPY: tl.constexpr):
+    """(logprob, entropy, max, sum, mean of (x - max) / T) of rows, from sums without the target and x_y."""
+    top = tl.maximum(m, x_y)
+    s, w = rescale(m, s, w, top, k, ENTROPY)
+    t_y = at_least((x_y - top) * k, EXP2_ZERO)
+    e_y = exp2(t_y)
+    ln_e_y = (x_y - top) * per_t
+    larger = e_y >= s
+    log_rest = log1p(tl.div_rn(tl.where(larger, s, e_y), tl.where(larger, e_y, s)))
+    log_sum = tl.where(larger, ln_e_y, log(tl.where(larger, 1.0, s))) + log_rest
+    logprob = tl.where(larger, 0 - log_rest, ln_e_y - log_sum)
+    total = s + e_y
+    mean = total
+    if ENTROPY:
+        mean = tl.div_rn(tl.fma(e_y, t_y, w), total) * LN2
+    return logprob, log_sum - mean, top, total, mean
+
+
+@triton.jit
+def store_stats(outputs, n, stats, mask, ENTROPY: tl.constexpr):
+    """Stores (logprob, entropy, max, sum, mean) of rows n."""
+    logprobs, entropies, row_max, row_sum, row_mean = outputs
+    logprob, entropy, top, total, mean = stats
+    tl.store(logprobs + n, logprob, mask=mask)
+    tl.store(row_max + n, top, mask=mask)
+    tl.store(row_sum + n, total, mask=mask)
+    if ENTROPY:
+        tl.store(entropies + n, entropy, mask=mask)
+        tl.store(row_mean + n, mean, mask=mask)
+
+
+@triton.jit
+def load_stats(stats, n, mask):
+    """(logprob, None, max, sum, mean) of rows n."""
+    logprobs, row_max, row_sum, row_mean = stats
+    logprob, top = tl.load(logprobs + n, mask=mask, other=0.0), tl.load(row_max + n, mask=mask, other=0.0)
+    total, mean = tl.load(row_sum + n, mask=mask, other=1.0), logprob
+    if row_mean is not None:
+        mean = tl.load(row_mean + n, mask=mask, other=0.0)
+    return logprob, None, top, total, mean
+
+
+@triton.jit
+def load_coefficients(grad_logprobs, grad_entropies, n, mask):
+    """(c, e) of rows n; e is 0 where there is no gradient of the entropy."""
+    c = tl.load(grad_logprobs + n, mask=mask, other=0.0)
+    e = c * 0
+    if grad_entropies is not None:
+        e = tl.load(grad_entropies + n, mask=mask, other=0.0)
+    return c, e
+
+
+@triton.jit
+def where_valid(valid, stats):
+    """The stats of valid rows, and those that every other row has."""
+    logprob, entropy, top, total, mean = stats
+    return (
+        tl.where(valid, logprob, 0.0),
+        tl.where(valid, entropy, 0.0),
+        tl.where(valid, top, 0.0),
+        tl.where(valid, total, 1.0),
+        tl.where(valid, mean, 0.0),
+    )
+
+
+@triton.jit
+def gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY: tl.constexpr):
+    """What `gradient` needs of a row: (r, a, b, a_y, b_y), where dL/dx_i = 2^u_i * (a + b * u_i), u_i = (x_i - r) * k, and
+    dL/dx_y = a_y + b_y * u_y. With an entropy gradient r is close to the mean logit, so that u is all it takes."""
+    a = -c * tl.div_rn(per_t, total)
+    a_y = -c * expm1(logprob) * per_t
+    if ENTROPY:
+        mean2 = mean * LOG2E
+        r = top + tl.div_rn(mean2, k)
+        lift = (r - top) * k
+        unit = exp2(lift)  # 2^u is larger by this than 2^t
+        off = lift - mean2  # u is smaller by this than t - E[t], for r is rounded
+        b = -e * LN2 * tl.div_rn(per_t, total)
+        b_y = -e * exp(logprob) * LN2 * per_t
+        return r, unit * tl.fma(b, off, a), unit * b, tl.fma(b_y, off, a_y), b_y
+    else:
+        return top, a, a, a_y, a_y
+
+
+@triton.jit
+def gradient(x, is_target, k, factors, ENTROPY: tl.constexpr):
+    """dL/dx of logits. is_target: None if none of them is the row's target."""
+    r, a, b, a_y, b_y = factors
+    u = (x - r) * k
+    if ENTROPY:
+        u = at_least(u, EXP2_ZERO)  # -inf: 0 * (a + b * u) is 0
+        g = exp2(u) * tl.fma(b, u, a)
+        a_y = tl.fma(b_y, u, a_y)
+    else:
+        g = exp2(u) * a
+    if is_target is not None:
+        g = tl.where(is_target, a_y, g)
+    return g
