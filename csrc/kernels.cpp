@@ -193,7 +193,7 @@ static void for_rows(const Rows& rows, int threads, const F& f) {
     });
 }
 
-API int ppk_abi_version() { return 4; }
+API int ppk_abi_version() { return 5; }
 API const char* ppk_level() { return PPK_LEVEL; }
 
 // Whether this CPU runs `level`; asked of the build for the lowest level.

@@ -32,7 +32,7 @@ def gae(
     mask: Tensor | None = None,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Tensor = 0.95,
     bootstrap_value: Tensor | None = None,
     terminated: Tensor | None = None,
     truncated: Tensor | None = None,
@@ -48,7 +48,8 @@ def gae(
     Args:
         rewards, values: [B, T], or [T], or packed [N] with cu_seqlens. values[t] is the value before step t.
         mask: same shape, bool, integer or float 0/1; 1 for the steps that are the policy's own.
-        gamma, lam: discount and GAE parameter, in [0, 1].
+        gamma, lam: discount and GAE parameter, in [0, 1]. lam may be a tensor [B], one for each sequence (VAPO's
+            length-adaptive GAE, Yue et al. 2025); its values are checked on a CPU.
         bootstrap_value: [B] (0-dim for [T]): V after the last step. Default 0: the sequences end.
         terminated: flags; the episode ended at t for good: nothing follows.
         truncated: flags; the episode was cut at t: its value goes on, its advantages do not. Needs next_values, which
@@ -70,7 +71,7 @@ def gae(
     values = checks.floating("values", values, rewards, shape)
     if mask_mode not in MASK_MODES:
         raise ValueError(f"mask_mode must be one of {', '.join(MASK_MODES)}, got {mask_mode!r}")
-    gamma, lam = (checks.number(name, x, 0, 1, f"0 <= {name} <= 1") for name, x in (("gamma", gamma), ("lam", lam)))
+    gamma = checks.number("gamma", gamma, 0, 1, "0 <= gamma <= 1")
     if truncated is not None and next_values is None:
         raise ValueError("truncated needs next_values, the value of the state each cut episode was left in")
     if cu_seqlens is not None:
@@ -82,6 +83,13 @@ def gae(
         sequences = tuple(shape[:-1])
         count = sequences[0] if sequences else 1
         segments = torch.arange(count + 1, device=device) * shape[-1]
+    row_lam = None
+    if isinstance(lam, Tensor):
+        row_lam = checks.floating("lam", lam, rewards, sequences).reshape(-1)
+        if checks.eager_cpu(row_lam) and not bool(((row_lam >= 0) & (row_lam <= 1)).all()):
+            raise ValueError("lam must hold only 0 <= lam <= 1")
+    else:
+        lam = checks.number("lam", lam, 0, 1, "0 <= lam <= 1")
     if bootstrap_value is not None:
         bootstrap_value = checks.floating("bootstrap_value", bootstrap_value, rewards, sequences).reshape(-1)
     if next_values is not None:
@@ -94,7 +102,7 @@ def gae(
         )
     )
     flat = (rewards.reshape(-1), values.reshape(-1), valid, bootstrap_value, next_values, ended, cut)
-    advantages, returns = ops.gae(*flat, segments, gamma, lam, mask_mode)
+    advantages, returns = ops.gae(*flat, segments, gamma, 0.0 if row_lam is not None else lam, mask_mode, row_lam)
     return GAEOutput(advantages.view(shape), returns.view(shape))
 
 

@@ -21,7 +21,7 @@ from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import raise_bad_token
 from ppo_kernels.strides import in_place, two_strides
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LEVELS = ("v4", "v3", "v2", "neon", "generic")  # best first; not all are built on one machine
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_MODES = {"skip": 0, "zero": 1, "dense": 2}
@@ -64,6 +64,7 @@ class _Gae(Structure):
         ("sequences", c_int64),
         ("gamma", c_double),
         ("lam", c_double),
+        ("row_lam", c_void_p),
         ("mask_mode", c_int64),
         ("advantages", c_void_p),
         ("returns", c_void_p),
@@ -296,6 +297,7 @@ def gae(
     gamma: float,
     lam: float,
     mask_mode: str,
+    row_lam: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     floats = [_flat(x) for x in (rewards, values, bootstrap, next_values)]
     flags = [_flat(x, torch.bool) for x in (valid, terminated, truncated)]
@@ -303,7 +305,8 @@ def gae(
     advantages, returns = (torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2))
     r, v, b, nv, m, term, trunc = map(_pointer, (*floats, *flags))
     struct = _Gae(r, v, m, b, nv, term, trunc, segments.data_ptr(), segments.numel() - 1, gamma, lam)
-    struct.mask_mode = MASK_MODES[mask_mode]
+    row_lam = _flat(row_lam, torch.float64)
+    struct.row_lam, struct.mask_mode = _pointer(row_lam), MASK_MODES[mask_mode]
     struct.advantages, struct.returns = advantages.data_ptr(), returns.data_ptr()
     library().ppk_gae(byref(struct), torch.get_num_threads())
     return advantages, returns

@@ -51,7 +51,8 @@ _library.define(f"row_fused(Tensor logits, {_FUSED}) -> (Tensor grad_logits, {_S
 _library.define(f"row_fused_(Tensor(a!) logits, {_FUSED}) -> ({_STATS}, {_LOSS})")
 _library.define(
     "gae(Tensor rewards, Tensor values, Tensor? valid, Tensor? bootstrap, Tensor? next_values, Tensor? terminated, "
-    "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode) -> (Tensor advantages, Tensor returns)"
+    "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode, Tensor? row_lam) "
+    "-> (Tensor advantages, Tensor returns)"
 )
 
 _library.define("whiten(Tensor x, Tensor? valid, bool shift_mean, bool unbiased, float eps) -> Tensor")

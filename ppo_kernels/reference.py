@@ -291,8 +291,10 @@ def gae(
     gamma: float,
     lam: float,
     mask_mode: str,
+    row_lam: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, flat [N]; sequence i is segments[i]:segments[i+1] (Schulman et al. 2016, eq. 16).
+    row_lam [sequences] replaces lam.
 
     delta_t = r_t + gamma * (1 - terminated_t) * V_next - V_t
     A_t = delta_t + gamma * lam * (1 - (terminated_t or truncated_t)) * A_next
@@ -304,6 +306,7 @@ def gae(
         r, v = r.masked_fill(~valid, 0.0), v.masked_fill(~valid, 0.0)
     starts, ends = segments[:-1], segments[1:]
     lengths = ends - starts
+    decay = gamma * (lam if row_lam is None else row_lam.to(acc))
     running = torch.zeros(starts.shape[0], dtype=acc, device=r.device)
     following = torch.zeros_like(running) if bootstrap is None else bootstrap.to(acc)
     advantages = torch.zeros(n, dtype=acc, device=r.device)
@@ -315,7 +318,7 @@ def gae(
         cut = ended if truncated is None else ended | truncated[at]
         nxt = following if next_values is None else next_values[at].to(acc)
         delta = r[at] + gamma * torch.where(ended, 0.0, nxt) - v[at]
-        current = delta + gamma * lam * torch.where(cut, 0.0, running)
+        current = delta + decay * torch.where(cut, 0.0, running)
         running = torch.where(here, current, running)
         following = torch.where(here, v[at], following)
         advantages[at[here]] = current[here]

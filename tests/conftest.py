@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,29 +39,11 @@ else:
     collect_ignore = [str(p) for p in sorted(here.rglob("test_*.py")) if "\nfrom hypothesis" in p.read_text()]
 
 
-def hurry_the_interpreter() -> None:
-    """Makes Triton's interpreter several times as fast, which pays for every operation and hardly for its size.
-
-    Rows are cut into few wide tiles (tests/triton has the other shapes), and the functions of triton.language are
-    replaced by interpreted ones when they are not yet, instead of at each call of a function.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    from ppo_kernels.triton_kernels import launch
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if tl.core.is_builtin(tl.core.load):
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    launch.MAX_LANES, launch.MAX_UNROLL = 4096, 1
-    interpreter.InterpretedFunction.__call__ = call
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETER:
-        hurry_the_interpreter()
+        import interpreter
+
+        interpreter.hurry()
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "cpu_only(reason): has no meaning on a GPU, for the reason given")
     if DEVICE != "cpu":

@@ -38,7 +38,8 @@ def all_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         calls[f"row_fused_-{shift}"] = ops.row_fused_, (logits.clone(), *fused)
     calls["token_loss"] = ops.token_loss, (torch.randn(N), torch.rand(N), *token_arguments())
     segments = torch.tensor([0, 2, N])
-    calls["gae"] = ops.gae, (torch.randn(N), torch.randn(N), None, None, None, None, None, segments, 0.9, 0.8, "skip")
+    absent = (None,) * 5
+    calls["gae"] = ops.gae, (torch.randn(N), torch.randn(N), *absent, segments, 0.9, 0.8, "skip", torch.rand(2))
     calls["whiten"] = ops.whiten, (torch.randn(2, N), torch.rand(2, N) < 0.7, True, False, 1e-8)
     calls["scale_"] = ops.scale_, (torch.randn(2, N), torch.tensor(0.5))
     return calls

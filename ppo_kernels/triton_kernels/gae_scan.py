@@ -86,18 +86,15 @@ def _last(x):
 
 
 @triton.jit
-def _scan(inputs, start, top, inside, bootstrap, following, numbers, MASK: tl.constexpr, BLOCK_T: tl.constexpr):
+def _scan(inputs, start, top, inside, bootstrap, following, discounts, MASK: tl.constexpr, BLOCK_T: tl.constexpr):
     """Steps top, top - 1, ... as maps of the advantage after top, and `following` for the next chunk.
 
     start, top, inside, bootstrap, following: [ROWS, 1], or scalars for one row. inside: step top + 1 belongs to the
     sequence; if it is masked, `following` is the value after top.
-
     Returns: a, b [ROWS, BLOCK_T], or [BLOCK_T] for one row; left, how many of them are steps; following.
     """
     rewards, values, valid, next_values, terminated, truncated = inputs
-    gamma, gamma_low, decay, decay_low = numbers
-    gamma = tl.cast(gamma, tl.float64) + gamma_low
-    decay = tl.cast(decay, tl.float64) + decay_low
+    gamma, decay = discounts
     left = tl.minimum(tl.maximum(top + 1 - start, 0), BLOCK_T).to(tl.int32)
     column = 4 * tl.arange(0, BLOCK_T // 4)
     has_next = (column < left) & ((column > 0) | inside)
@@ -164,10 +161,21 @@ def _bounds(segments, row, rows, steps):
     return tl.maximum(start, 0), tl.minimum(end, steps)
 
 
+@triton.jit
+def _discounts(numbers, row_lams, row, rows):
+    """(gamma, gamma * lam) in fp64, of all sequences or of each one."""
+    gamma, gamma_low, decay, decay_low = numbers
+    gamma = tl.cast(gamma, tl.float64) + gamma_low
+    if row_lams is None:
+        return gamma, tl.cast(decay, tl.float64) + decay_low
+    else:
+        return gamma, gamma * tl.load(row_lams + row, mask=row < rows, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _sequences(
     rewards, values, valid, next_values, terminated, truncated, bootstraps, segments, advantages, returns, rows, steps,
-    numbers, MASK: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
+    numbers, row_lams, MASK: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS sequences per program, chunk after chunk."""
     inputs = (rewards, values, valid, next_values, terminated, truncated)
@@ -182,9 +190,10 @@ def _sequences(
         bootstrap = tl.load(bootstraps + row, mask=row < rows, other=0.0)
     following = bootstrap
     running = (row * 0).to(tl.float64)
+    discounts = _discounts(numbers, row_lams, row, rows)
     for chunk in range(tl.cdiv(longest, BLOCK_T)):
         top = end - 1 - chunk * BLOCK_T
-        a, b, left, following = _scan(inputs, start, top, chunk > 0, bootstrap, following, numbers, MASK, BLOCK_T)
+        a, b, left, following = _scan(inputs, start, top, chunk > 0, bootstrap, following, discounts, MASK, BLOCK_T)
         a = _apply(a, b, running, cuts)
         running = _last(a)
         _store(advantages, returns, values, valid, a, top, left)
@@ -206,7 +215,7 @@ def _search(values, valid, at, end, other, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _chunks(
     rewards, values, valid, next_values, terminated, truncated, bootstraps, segments, advantages, returns, rows, steps,
-    numbers, maps_a, maps_b, followings, MASK: tl.constexpr, BLOCK_T: tl.constexpr, MAX_ROWS: tl.constexpr,
+    numbers, row_lams, maps_a, maps_b, followings, MASK: tl.constexpr, BLOCK_T: tl.constexpr, MAX_ROWS: tl.constexpr,
     REDUCE: tl.constexpr,
 ):  # fmt: skip
     """One chunk per program: those of the first sequence, from its end; of the second, ... REDUCE: to one map."""
@@ -232,7 +241,8 @@ def _chunks(
             tl.store(followings + program, following)
         else:
             following = tl.load(followings + program)
-    a, b, left, _ = _scan(inputs, start, top, chunk > 0, bootstrap, following, numbers, MASK, BLOCK_T)
+    discounts = _discounts(numbers, row_lams, row, rows)
+    a, b, left, _ = _scan(inputs, start, top, chunk > 0, bootstrap, following, discounts, MASK, BLOCK_T)
     if REDUCE:
         tl.store(maps_a + program, _last(a))
         tl.store(maps_b + program, _last(b))
@@ -273,6 +283,7 @@ def gae(
     gamma: float,
     lam: float,
     mask_mode: str,
+    row_lam: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, fp32 [N], of sequences segments[i]:segments[i + 1]; 0 where not valid."""
     device, steps, rows = rewards.device, rewards.shape[0], segments.shape[0] - 1
@@ -283,6 +294,7 @@ def gae(
     mask, ended, cut = (launch.flat(x, torch.bool) for x in (valid, terminated, truncated))
     numbers = (*_halves(gamma), *_halves(gamma * lam))
     args = (r, v, mask, v_next, ended, cut, boot, segments.contiguous(), advantages, returns, rows, steps, numbers)
+    args += (launch.flat(row_lam, torch.float64),)
     block_t, rows_per_program, long = geometry(rows, steps)
     options: dict[str, Any] = {
         "num_warps": max(1, block_t * rows_per_program // (STEPS_PER_THREAD * 32)),

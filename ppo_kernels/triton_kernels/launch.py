@@ -118,16 +118,17 @@ class Rows:
         self.tokens, self.valid = tokens.contiguous(), flat(valid, torch.bool)
         self.k, self.per_t = 1.4426950408889634 / temperature, 1 / temperature
         self.shape = row_shape(vocab, logits.element_size())
-        self.aligned = self._aligned(self.logits, self.stride_outer, self.stride_inner)
-        self.grad_strides, self.grad_aligned = (0, 0), False
+        self.aligned = self._multiples_of_16_bytes(self.logits.data_ptr(), self.stride_outer, self.stride_inner)
+        self.grad_strides, self.congruent = (0, 0), False
         if grad is not None:
             self.grad_strides = two_strides(grad)[2:]
-            self.grad_aligned = self._aligned(grad, *self.grad_strides)
+            outer, inner = self.grad_strides[0] - self.stride_outer, self.grad_strides[1] - self.stride_inner
+            self.congruent = self._multiples_of_16_bytes(grad.data_ptr() - self.logits.data_ptr(), outer, inner)
 
-    def _aligned(self, rows: Tensor, stride_outer: int, stride_inner: int) -> bool:
-        """Whether every row starts at a multiple of 16 bytes."""
+    def _multiples_of_16_bytes(self, start: int, stride_outer: int, stride_inner: int) -> bool:
+        """Whether start (bytes) + i * stride_outer + j * stride_inner (elements) is one for every row (i, j)."""
         strides = stride_outer * (self.outer > 1), stride_inner * (self.inner + self.shift > 1)
-        return rows.data_ptr() % 16 == 0 and all(stride * rows.element_size() % 16 == 0 for stride in strides)
+        return start % 16 == 0 and all(stride * self.logits.element_size() % 16 == 0 for stride in strides)
 
     def numbers(self) -> tuple[int, int, int, int]:
         """What kernels address the logits by."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_kernels.strides import in_place
 from ppo_kernels.triton_kernels import launch, row_grad, row_stats
-from ppo_kernels.triton_kernels.row_grad import aligned_row, store_gradient, store_zeros
+from ppo_kernels.triton_kernels.row_grad import store_gradient, store_zeros
 from ppo_kernels.triton_kernels.row_math import (
     finish,
     gradient_factors,
@@ -35,19 +35,19 @@ RUNTIME = ["inner", "shift", "stride_outer", "stride_inner", "grad_stride_outer"
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_fused_kernel(
-    logits, grad, tokens, valids, outputs, token_inputs, params, partials,
+    logits, grad, tokens, valids, outputs, token_inputs, loss_params, partials,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, splits, vocab, columns, k, per_t,
     ENTROPY: tl.constexpr, SPREAD: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, CONGRUENT: tl.constexpr,
 ):  # fmt: skip
     q = tl.program_id(0).to(tl.int64)
     scored, n = scored_row(q, inner, shift)
     valid = load_mask(valids, n, scored)
-    to = aligned_row(grad, offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner), GRAD_ALIGNED)
+    to = grad + offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
     blocks = tl.cdiv(columns, BLOCK).to(tl.int32)
     if valid:
         y = tl.load(tokens + q + shift).to(tl.int64)
-        row = aligned_row(logits, offset_of(q, inner, shift, stride_outer, stride_inner), ALIGNED)
+        row = logits + offset_of(q, inner, shift, stride_outer, stride_inner)
         x_y = target_logit(row, y, vocab, valid)
         if partials is None:
             m, s, w = split_sums(row, 0, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
@@ -60,11 +60,11 @@ def row_fused_kernel(
         stats = finish(m, s, w, x_y, k, per_t, ENTROPY)
         store_stats(outputs, n, stats, None, ENTROPY)
         logprob, entropy, top, total, mean = stats
-        c, e = row_coefficients(logprob, entropy, token_inputs, n, True, params)
+        c, e = row_coefficients(logprob, entropy, token_inputs, n, True, loss_params)
         if (c != 0) | (e != 0):
             tl.debug_barrier()  # all have read before one writes
             factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, SPREAD)
-            store_gradient(row, to, 0, blocks, y, vocab, columns, k, factors, SPREAD, BLOCK, True)
+            store_gradient(row, to, 0, blocks, y, vocab, columns, k, factors, SPREAD, BLOCK, CONGRUENT, True)
         else:
             store_zeros(to, 0, blocks, columns, BLOCK)
     else:
@@ -136,5 +136,5 @@ def _launch(rows: launch.Rows, args: tuple[Any, ...], want_entropy: bool, spread
         SPLITS=triton.next_power_of_2(shape.splits),
         BLOCK=32 * shape.lanes // rows.logits.element_size(),
         ALIGNED=rows.aligned,
-        GRAD_ALIGNED=rows.grad_aligned,
+        CONGRUENT=rows.congruent,
     )

@@ -30,37 +30,72 @@ from ppo_kernels.triton_kernels.small_rows import SMALL, small_row_grad
 RUNTIME = ["inner", "shift", "stride_outer", "stride_inner", "grad_stride_outer", "grad_stride_inner", "parts"]
 
 
+HEAD = tl.constexpr(16)  # at least as many elements as may lie before a multiple of 16 bytes
+
+
 @triton.jit
-def aligned_row(x, offset, ALIGNED: tl.constexpr):
-    """x + offset, known to start at a multiple of 16 bytes or not."""
-    if ALIGNED:
-        return tl.multiple_of(x + offset, 16)
-    else:
-        return x + offset
+def head_of(x):
+    """(elements of x before its first multiple of 16 bytes, x from there on)."""
+    address = x.to(tl.int64)
+    head = (-address & 15) // (x.dtype.element_ty.primitive_bitwidth // 8)
+    return head.to(tl.int32), aligned(x + head)
+
+
+@triton.jit
+def aligned(x):
+    """x, known to the compiler to be a multiple of 16 bytes: as an integer, or AMD's buffer loads would not know it."""
+    return tl.multiple_of(x.to(tl.int64).to(x.dtype), 16)
 
 
 @triton.jit
 def store_zeros(grad, first, last, columns, BLOCK: tl.constexpr):
-    """Zeros in blocks [first, last) of a row."""
-    column = tl.arange(0, BLOCK)
+    """Zeros in blocks [first, last) of a row, which start after its head; the head belongs to block 0."""
+    head, to = head_of(grad)
     zeros = tl.zeros([BLOCK], grad.dtype.element_ty)
+    if first == 0:
+        column = tl.arange(0, HEAD)
+        tl.store(grad + column, tl.zeros([HEAD], grad.dtype.element_ty), mask=column < tl.minimum(head, columns))
+    column = tl.arange(0, BLOCK)
     for block in range(first, last):
-        start = block * BLOCK
-        if start + BLOCK <= columns:
-            tl.store(grad + start + column, zeros)
+        left = columns - head - block * BLOCK
+        if left >= BLOCK:
+            tl.store(to + block * BLOCK + column, zeros)
         else:
-            tl.store(grad + start + column, zeros, mask=column < columns - start)
+            tl.store(to + block * BLOCK + column, zeros, mask=column < left)
+
+
+@triton.jit
+def store_masked(row, grad, start, column, y, vocab, columns, k, factors, ENTROPY: tl.constexpr):
+    """The gradient of columns start + column, which may be the target's, or padding (0), or not exist."""
+    exists = column < vocab - start
+    x = tl.load(row + start + column, mask=exists, other=-float("inf")).to(tl.float32)
+    g = tl.where(exists, gradient(x, column == y - start, k, factors, ENTROPY), 0.0)
+    tl.store(grad + start + column, rounded(g, grad.dtype.element_ty), mask=column < columns - start)
 
 
 @triton.jit
 def store_gradient(
-    row, grad, first, last, y, vocab, columns, k, factors, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-    REVERSED: tl.constexpr,
+    row, grad, first, last, y, vocab, columns, k, factors,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr, CONGRUENT: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of blocks [first, last) of a row: whole blocks without the target, then the others."""
+    """The gradient of blocks [first, last) of a row: whole blocks without the target, then the others.
+
+    Blocks start at a multiple of 16 bytes, after the head of the row, which belongs to block 0. That needs logits and
+    gradient to be CONGRUENT modulo 16 bytes; otherwise elements are read and written one by one.
+    """
+    if CONGRUENT:
+        head, row_from = head_of(row)
+        grad_from = aligned(grad + head)
+        if first == 0:
+            column = tl.arange(0, HEAD)
+            store_masked(
+                row, grad, 0, column, y, tl.minimum(vocab, head), tl.minimum(columns, head), k, factors, ENTROPY
+            )
+    else:
+        head, row_from, grad_from = 0, row, grad
+    vocab, columns, y = vocab - head, columns - head, y - head
     column = tl.arange(0, BLOCK)
-    dtype: tl.constexpr = grad.dtype.element_ty
-    whole = (vocab // BLOCK).to(tl.int32)
+    whole = vocab // BLOCK
     target = tl.where(y >= 0, y // BLOCK, -1).to(tl.int32)
     plain = tl.minimum(last, whole)
     mine = (target >= first) & (target < plain)
@@ -70,40 +105,34 @@ def store_gradient(
         if REVERSED:
             i = first + end - 1 - step
         block = i + (mine & (i >= target)).to(tl.int32)
-        start = block * BLOCK
-        x = tl.load(row + start + column).to(tl.float32)
-        tl.store(grad + start + column, rounded(gradient(x, None, k, factors, ENTROPY), dtype))
+        x = tl.load(row_from + block * BLOCK + column).to(tl.float32)
+        g = rounded(gradient(x, None, k, factors, ENTROPY), grad.dtype.element_ty)
+        tl.store(grad_from + block * BLOCK + column, g)
     for block in range(first, last):
         if (block == target) | (block >= whole):
-            start = block * BLOCK
-            exists = column < vocab - start
-            x = tl.load(row + start + column, mask=exists, other=-float("inf")).to(tl.float32)
-            g = gradient(x, column == y - start, k, factors, ENTROPY)
-            g = rounded(tl.where(exists, g, 0.0), dtype)
-            tl.store(grad + start + column, g, mask=column < columns - start)
+            store_masked(row_from, grad_from, block * BLOCK, column, y, vocab, columns, k, factors, ENTROPY)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_grad_kernel(
     logits, grad, tokens, valids, stats, grad_logprobs, grad_entropies,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, parts, vocab, columns, k, per_t,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CONGRUENT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     q, part = pid // parts, (pid % parts).to(tl.int32)
     first = part * BLOCKS
     last = tl.minimum(first + BLOCKS, tl.cdiv(columns, BLOCK).to(tl.int32))
-    to = aligned_row(grad, offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner), GRAD_ALIGNED)
+    to = grad + offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
     scored, n = scored_row(q, inner, shift)
     valid = load_mask(valids, n, scored)
     c, e = load_coefficients(grad_logprobs, grad_entropies, n, valid)
     if (c != 0) | (e != 0):
         y = tl.load(tokens + q + shift).to(tl.int64)
-        logprob, _, top, total, mean = load_stats(stats, n, valid)
+        logprob, top, total, mean = load_stats(stats, n, valid)
         factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY)
-        row = aligned_row(logits, offset_of(q, inner, shift, stride_outer, stride_inner), ALIGNED)
-        store_gradient(row, to, first, last, y, vocab, columns, k, factors, ENTROPY, BLOCK, False)
+        row = logits + offset_of(q, inner, shift, stride_outer, stride_inner)
+        store_gradient(row, to, first, last, y, vocab, columns, k, factors, ENTROPY, BLOCK, CONGRUENT, False)
     else:
         store_zeros(to, first, last, columns, BLOCK)
 
@@ -148,6 +177,5 @@ def row_grad_into(
         ENTROPY=grad_entropy is not None,
         BLOCK=block,
         BLOCKS=launch.GRAD_BLOCKS,
-        ALIGNED=rows.aligned,
-        GRAD_ALIGNED=rows.grad_aligned,
+        CONGRUENT=rows.congruent,
     )

@@ -43,15 +43,6 @@ def load_mask(valids, n, here):
 
 
 @triton.jit
-def load_given(x, n, mask):
-    """x[n], 0 where masked; None for an input that is not given."""
-    if x is None:
-        return None
-    else:
-        return tl.load(x + n, mask=mask, other=0.0)
-
-
-@triton.jit
 def target_logit(row, y, vocab, valid):
     """x_y; NaN for a token outside the vocabulary, which is not read (and an error with TRITON_DEBUG=1)."""
     inside = (y >= 0) & (y < vocab)
@@ -93,13 +84,13 @@ def store_stats(outputs, n, stats, mask, ENTROPY: tl.constexpr):
 
 @triton.jit
 def load_stats(stats, n, mask):
-    """(logprob, None, max, sum, mean) of rows n."""
+    """(logprob, max, sum, mean) of rows n; the mean only if it is given."""
     logprobs, row_max, row_sum, row_mean = stats
     logprob, top = tl.load(logprobs + n, mask=mask, other=0.0), tl.load(row_max + n, mask=mask, other=0.0)
     total, mean = tl.load(row_sum + n, mask=mask, other=1.0), logprob
     if row_mean is not None:
         mean = tl.load(row_mean + n, mask=mask, other=0.0)
-    return logprob, None, top, total, mean
+    return logprob, top, total, mean
 
 
 @triton.jit
@@ -127,7 +118,7 @@ def where_valid(valid, stats):
 
 @triton.jit
 def gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY: tl.constexpr):
-    """What `gradient` needs of a row: (r, a, b, a_y, b_y), where dL/dx_i = 2^u_i * (a + b * u_i), u_i = (x_i - r) * k, and
+    """What `gradient` needs of a row, (r, a, b, a_y, b_y): dL/dx_i = 2^u_i * (a + b * u_i), u_i = (x_i - r) * k, and
     dL/dx_y = a_y + b_y * u_y. With an entropy gradient r is close to the mean logit, so that u is all it takes."""
     a = -c * tl.div_rn(per_t, total)
     a_y = -c * expm1(logprob) * per_t

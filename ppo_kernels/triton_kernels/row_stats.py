@@ -18,6 +18,7 @@ from ppo_kernels.triton_kernels.row_math import finish, load_mask, locate, store
 from ppo_kernels.triton_kernels.rows import combine, split_sums
 from ppo_kernels.triton_kernels.small_rows import SMALL, small_row_stats
 
+FINISH_ROWS = 32  # a program of row_finish_kernel
 RUNTIME = ["inner", "shift", "stride_outer", "stride_inner", "splits", "n_rows"]  # no kernel of its own for any value
 
 
@@ -116,12 +117,12 @@ def row_stats(
     if partials is not None:
         launch.run(
             row_finish_kernel,
-            triton.cdiv(rows.n, 64),
+            triton.cdiv(rows.n, FINISH_ROWS),
             (*common, rows.n, vocab_size, rows.k, rows.per_t),
             num_warps=4,
             device=logits.device,
             ENTROPY=want_entropy,
             SPLITS=triton.next_power_of_2(shape.splits),
-            ROWS=64,
+            ROWS=FINISH_ROWS,
         )
     return outputs

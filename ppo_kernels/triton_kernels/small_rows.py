@@ -56,7 +56,7 @@ def load_tile(logits, tokens, offset, token, valid, vocab, WIDTH: tl.constexpr):
 @triton.jit
 def store_gradient(grad, offset, here, active, x, y, stats, c, e, vocab, columns, k, per_t, ENTROPY: tl.constexpr):
     """Stores the gradient of the tile's rows at their offsets; zeros where not `active`."""
-    logprob, _, top, total, mean = stats
+    logprob, top, total, mean = stats
     r, a, b, a_y, b_y = gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY)
     factors = r[:, None], a[:, None], b[:, None], a_y[:, None], b_y[:, None]
     column = tl.arange(0, x.shape[1])
@@ -102,7 +102,7 @@ def small_grad_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def small_fused_kernel(
-    logits, grad, tokens, valids, outputs, token_inputs, params, n_rows,
+    logits, grad, tokens, valids, outputs, token_inputs, loss_params, n_rows,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, vocab, columns, k, per_t,
     ENTROPY: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -116,10 +116,11 @@ def small_fused_kernel(
     m, s, w = tile_sums(x, y, k, ENTROPY)
     stats = where_valid(valid, finish(m, s, w, x_y, k, per_t, ENTROPY))
     store_stats(outputs, n, stats, stored, ENTROPY)
-    c, e = row_coefficients(stats[0], stats[1], token_inputs, n, valid, params)
+    logprob, entropy, top, total, mean = stats
+    c, e = row_coefficients(logprob, entropy, token_inputs, n, valid, loss_params)
     to = offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
     active = valid & ((c != 0) | (e != 0))
-    store_gradient(grad, to, here, active, x, y, stats, c, e, vocab, columns, k, per_t, SPREAD)
+    store_gradient(grad, to, here, active, x, y, (logprob, top, total, mean), c, e, vocab, columns, k, per_t, SPREAD)
 
 
 def _launch(kernel: Any, rows: launch.Rows, n: int, args: tuple[Any, ...], **constants: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ppo_kernels.metrics import NAMES
 from ppo_kernels.triton_kernels import launch
 from ppo_kernels.triton_kernels.arithmetic import LOWEST, excess, exp
-from ppo_kernels.triton_kernels.row_math import load_given, load_mask
+from ppo_kernels.triton_kernels.row_math import load_mask
 
 BLOCK = 512
 SUMS = tl.constexpr(18)  # of which 4 are terms of the loss and 14 metrics; then 2 maxima
@@ -30,9 +30,9 @@ def clamp(x, bound):
 
 
 @triton.jit
-def kl_estimate(log_ratio, params):
+def kl_estimate(log_ratio, loss_params):
     """The KL estimate of a token and its derivative by logprob."""
-    _, _, _, _, _, _, kind, input_clamp, output_clamp, _, _, _ = params
+    _, _, _, _, _, _, kind, input_clamp, output_clamp, _, _, _ = loss_params
     d = clamp(log_ratio, input_clamp)
     exp_d = exp(-d)
     k3 = excess(-d, exp_d)
@@ -45,10 +45,10 @@ def kl_estimate(log_ratio, params):
 
 
 @triton.jit
-def policy_term(logprob, entropy, old, advantage, weight, ref, params):
+def policy_term(logprob, entropy, old, advantage, weight, ref, loss_params):
     """One token: (c = dL/dlogprob, e = dL/dentropy, policy loss, KL, loss, log-ratio clamped, ratio, low, high, dual,
     clamped). old, ref: None where not given."""
-    ratio_low, ratio_high, dual_clip, bound, entropy_coef, kl_coef, _, _, _, _, _, _ = params
+    ratio_low, ratio_high, dual_clip, bound, entropy_coef, kl_coef, _, _, _, _, _, _ = loss_params
     if old is None:
         log_ratio = logprob - logprob
     else:
@@ -64,7 +64,7 @@ def policy_term(logprob, entropy, old, advantage, weight, ref, params):
     slope = tl.where(constant | is_clamped, 0.0, policy)
     loss, kl = policy, policy * 0
     if ref is not None:
-        kl, kl_slope = kl_estimate(logprob - ref, params)
+        kl, kl_slope = kl_estimate(logprob - ref, loss_params)
         slope = tl.where(kl_coef != 0, slope + kl_coef * kl_slope, slope)  # 0 * inf is 0 here, and below
         loss = tl.where(kl_coef != 0, loss + kl_coef * kl, loss)
     loss = tl.where(entropy_coef != 0, loss - entropy_coef * entropy, loss)
@@ -74,20 +74,24 @@ def policy_term(logprob, entropy, old, advantage, weight, ref, params):
 
 
 @triton.jit
-def row_coefficients(logprob, entropy, inputs, n, valid, params):
+def row_coefficients(logprob, entropy, inputs, n, valid, loss_params):
     """(c, e) of tokens n, for the kernels that have just computed their log-probs."""
     old_logprobs, advantages, weights, ref_logprobs = inputs
     advantage = tl.load(advantages + n, mask=valid, other=0.0)
     weight = tl.load(weights + n, mask=valid, other=0.0)
-    old, ref = load_given(old_logprobs, n, valid), load_given(ref_logprobs, n, valid)
-    token = policy_term(logprob, entropy, old, advantage, weight, ref, params)
+    old, ref = None, None
+    if old_logprobs is not None:
+        old = tl.load(old_logprobs + n, mask=valid, other=0.0)
+    if ref_logprobs is not None:
+        ref = tl.load(ref_logprobs + n, mask=valid, other=0.0)
+    token = policy_term(logprob, entropy, old, advantage, weight, ref, loss_params)
     return token[0], token[1]
 
 
 @triton.jit
-def value_term(value, old, target, params):
+def value_term(value, old, target, loss_params):
     """(squared error, its derivative by the value, clipped) of one value; old: None where not given."""
-    _, _, _, _, _, _, _, _, _, clip, _, _ = params
+    _, _, _, _, _, _, _, _, _, clip, _, _ = loss_params
     error = value - target
     if old is None:
         return error * error, 2 * error, tl.zeros_like(value).to(tl.int1)
@@ -108,7 +112,7 @@ def weighted(x, weight):
 def token_loss_kernel(
     logprobs, entropies, old_logprobs, advantages, valids, weights, ref_logprobs,
     values, old_values, returns, value_valids, value_weights,
-    params, grad_logprobs, grad_entropies, grad_values, partials, n_tokens,
+    loss_params, grad_logprobs, grad_entropies, grad_values, partials, n_tokens,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -119,11 +123,15 @@ def token_loss_kernel(
     entropy = tl.zeros([BLOCK], tl.float32)
     if entropies is not None:
         entropy = tl.load(entropies + n, mask=valid, other=0.0)
-    old, ref = load_given(old_logprobs, n, valid), load_given(ref_logprobs, n, valid)
+    old, ref = None, None
+    if old_logprobs is not None:
+        old = tl.load(old_logprobs + n, mask=valid, other=0.0)
+    if ref_logprobs is not None:
+        ref = tl.load(ref_logprobs + n, mask=valid, other=0.0)
     advantage = tl.load(advantages + n, mask=valid, other=0.0)
     weight = tl.load(weights + n, mask=valid, other=0.0)
     c, e, policy, kl, loss, x, ratio, low, high, dual, is_clamped = policy_term(
-        logprob, entropy, old, advantage, weight, ref, params
+        logprob, entropy, old, advantage, weight, ref, loss_params
     )
     tl.store(grad_logprobs + n, c, mask=here)
     if entropies is None:
@@ -156,9 +164,12 @@ def token_loss_kernel(
         counted = load_mask(value_valids, n, here)
         value = tl.load(values + n, mask=counted, other=0.0)
         target = tl.load(returns + n, mask=counted, other=0.0)
-        _, _, _, _, _, _, _, _, _, _, vf_coef, scale = params
+        _, _, _, _, _, _, _, _, _, _, vf_coef, scale = loss_params
         share = tl.load(value_weights + n, mask=counted, other=0.0) * scale
-        squared, slope, clipped = value_term(value, load_given(old_values, n, counted), target, params)
+        old_value = None
+        if old_values is not None:
+            old_value = tl.load(old_values + n, mask=counted, other=0.0)
+        squared, slope, clipped = value_term(value, old_value, target, loss_params)
         tl.store(grad_values + n, tl.where(share == 0, 0.0, vf_coef * share * slope), mask=here)
         tl.store(to + 3, tl.sum(weighted(squared, share), 0))
         tl.store(to + 16, tl.sum(counted.to(tl.float64), 0))
@@ -166,7 +177,7 @@ def token_loss_kernel(
 
 
 @triton.jit
-def finish_kernel(partials, params, terms, metrics, programs, HAS_VALUES: tl.constexpr, ROWS: tl.constexpr):
+def finish_kernel(partials, loss_params, terms, metrics, programs, HAS_VALUES: tl.constexpr, ROWS: tl.constexpr):
     """terms [4]: loss, policy loss, value loss, KL; metrics as in ppo_kernels.metrics.NAMES."""
     column = tl.arange(0, WIDTH)
     sums = tl.zeros([WIDTH], tl.float64)
@@ -180,7 +191,7 @@ def finish_kernel(partials, params, terms, metrics, programs, HAS_VALUES: tl.con
         sums += tl.sum(part, 0)
         maxima = tl.maximum(maxima, tl.max(tl.where((row < programs)[:, None], part, LOWEST), 0))
     result = tl.where(column < SUMS, sums, maxima)
-    _, _, _, _, entropy_coef, kl_coef, _, _, _, _, vf_coef, _ = params
+    _, _, _, _, entropy_coef, kl_coef, _, _, _, _, vf_coef, _ = loss_params
     policy = tl.sum(tl.where(column == 0, result, 0.0), 0)
     entropy = tl.sum(tl.where(column == 1, result, 0.0), 0)
     kl = tl.sum(tl.where(column == 2, result, 0.0), 0)

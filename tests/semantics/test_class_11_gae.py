@@ -253,3 +253,20 @@ def test_gae_results_are_constants():
     out = gae(torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True))
     assert not out.advantages.requires_grad
     assert not out.returns.requires_grad
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_lambda_per_sequence(packed):
+    """As in VAPO: a sequence's advantages are those it would have alone under its own lambda."""
+    r, v, mask = torch.randn(4, 33), torch.randn(4, 33), torch.rand(4, 33) < 0.8
+    lam = torch.tensor([0.0, 0.5, 0.95, 1.0])
+    options = {"gamma": 0.97, "bootstrap_value": torch.randn(4)}
+    if packed:
+        got = gae(r.view(-1), v.view(-1), mask.view(-1), lam=lam, cu_seqlens=torch.arange(5) * 33, **options)
+    else:
+        got = gae(r, v, mask, lam=lam, **options)
+    for i in range(4):
+        own = {"gamma": 0.97, "bootstrap_value": options["bootstrap_value"][i : i + 1]}
+        want = gae(r[i : i + 1], v[i : i + 1], mask[i : i + 1], lam=float(lam[i]), **own)
+        assert_close(got.advantages.view(4, 33)[i], want.advantages[0], 1e-6, scale=1.0)
+        assert_close(got.returns.view(4, 33)[i], want.returns[0], 1e-6, scale=1.0)

@@ -316,6 +316,9 @@ def test_config_names_of_later_features(name, value):
         (ValueError, "lam", math.nan),
         (TypeError, "gamma", "1"),
         (TypeError, "lam", None),
+        (ValueError, "lam", torch.full((B + 1,), 0.9)),
+        (ValueError, "lam", torch.full((B,), 1.5)),
+        (TypeError, "lam", torch.ones(B, dtype=torch.int64)),
         (TypeError, "rewards", torch.zeros(B, T, dtype=torch.complex64)),
     ],
 )

@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
     pytest.skip("NOT RUN: needs TRITON_INTERPRET=1, set before triton is imported", allow_module_level=True)
 pytest.importorskip("triton.language", reason="NOT RUN: triton is not installed")
 
+from interpreter import loop_scan
 from triton.runtime.interpreter import ScanOps
 
 from ppo_kernels import reference
@@ -22,25 +23,10 @@ LENGTHS = [3, 0, 7, 40, 0, 17, 1, 16]
 LOOP, CHUNKS = (16, 8, False), (16, 1, True)
 
 
-def tree_scan(self, inputs):
-    """log2(n) rounds, as on a GPU. The interpreter's own scan is a loop, which a map need not be associative for."""
-    tiles, dtypes = [x.handle.data for x in inputs], [x.dtype for x in inputs]
-    column = np.arange(tiles[0].shape[-1])
-    assert self.axis == tiles[0].ndim - 1
-    distance = 1
-    while distance < len(column):
-        before = [self.to_tensor(np.roll(x, distance, -1), dtype) for x, dtype in zip(tiles, dtypes, strict=True)]
-        after = [self.to_tensor(x, dtype) for x, dtype in zip(tiles, dtypes, strict=True)]
-        both = [x.handle.data for x in self.combine_fn.fn(*before, *after)]
-        tiles = [np.where(column >= distance, x, y) for x, y in zip(both, tiles, strict=True)]
-        distance *= 2
-    return [self.to_tensor(x, dtype) for x, dtype in zip(tiles, dtypes, strict=True)]
-
-
-@pytest.fixture(autouse=True)
-def _tree(monkeypatch, request):
-    if "one_by_one" not in request.node.name:
-        monkeypatch.setattr(ScanOps, "generic_scan", tree_scan)
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """The interpreter's own scan."""
+    monkeypatch.setattr(ScanOps, "generic_scan", loop_scan)
 
 
 def segments_of(lengths):
@@ -148,7 +134,7 @@ def test_the_geometries_that_are_launched(rows_and_steps):
     run((block_t, rows_per_program, long), lengths, r, v, **options)
 
 
-def test_composed_one_by_one():
+def test_composed_one_by_one(one_by_one):
     r, v, options = draw([5, 9], "mask", "boot", "terminated")
     run((8, 2, False), [5, 9], r, v, **options)
 

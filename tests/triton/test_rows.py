@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, reference
 
-triton_kernels = pytest.importorskip("ppo_kernels.triton_kernels")
-from ppo_kernels.triton_kernels import launch  # noqa: E402
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("NOT RUN: needs TRITON_INTERPRET=1, set before triton is imported", allow_module_level=True)
+pytest.importorskip("triton.language", reason="NOT RUN: triton is not installed")
+
+from ppo_kernels import triton_kernels
+from ppo_kernels.triton_kernels import launch
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -56,7 +61,7 @@ def test_stats_at_every_boundary(vocab: int, dtype: torch.dtype, small_shapes: N
     got = triton_kernels.row_stats(logits, tokens, None, 0.7, vocab, False, True)
     want = reference.row_stats(logits.double(), tokens, None, 0.7, vocab, False)
     for name, g, w in zip(("logprob", "entropy", "max", "sum", "mean"), got, want, strict=True):
-        relative = 1e-6 if name == "entropy" else 4e-7
+        relative = {"logprob": 2e-6, "entropy": 1e-6}.get(name, 4e-7)  # of -ln p, however small, far from other logits
         error = (g - w).abs() / w.abs().clamp(min=1e-30 if name == "logprob" else 1)
         assert error.max() <= relative, (name, float(error.max()))
 
@@ -98,7 +103,8 @@ def test_one_visit_and_three_kernels_agree(
     )
     largest = want.abs().amax(-1, keepdim=True)
     ulp = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
-    assert ((grad - want).abs() <= ulp * want.abs() + 1e-6 * largest).all()
+    smallest = 2.0**-25 if dtype == torch.float16 else 0.0  # half of the smallest subnormal
+    assert ((grad - want).abs() <= ulp * want.abs() + 1e-6 * largest + smallest).all()
 
 
 @pytest.mark.parametrize("vocab", [40, 1031])
