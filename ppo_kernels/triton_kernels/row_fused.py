@@ -19,6 +19,7 @@ from ppo_kernels.triton_kernels.row_grad import store_gradient, store_zeros
 from ppo_kernels.triton_kernels.row_math import (
     finish,
     gradient_factors,
+    known_token,
     load_mask,
     offset_of,
     scored_row,
@@ -61,10 +62,12 @@ def row_fused_kernel(
         store_stats(outputs, n, stats, None, ENTROPY)
         logprob, entropy, top, total, mean = stats
         c, e = row_coefficients(logprob, entropy, token_inputs, n, True, loss_params)
+        tl.debug_barrier()  # all have read before one writes
         if (c != 0) | (e != 0):
-            tl.debug_barrier()  # all have read before one writes
             factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, SPREAD)
-            store_gradient(row, to, 0, blocks, y, vocab, columns, k, factors, SPREAD, BLOCK, CONGRUENT, True)
+            store_gradient(
+                row, to, 0, blocks, known_token(y, vocab), vocab, columns, k, factors, SPREAD, BLOCK, CONGRUENT, True
+            )
         else:
             store_zeros(to, 0, blocks, columns, BLOCK)
     else:
@@ -134,7 +137,7 @@ def _launch(rows: launch.Rows, args: tuple[Any, ...], want_entropy: bool, spread
         UNROLL=shape.unroll,
         BLOCKS=shape.blocks,
         SPLITS=triton.next_power_of_2(shape.splits),
-        BLOCK=32 * shape.lanes // rows.logits.element_size(),
+        BLOCK=32 * shape.lanes // rows.logits.element_size(),  # 32 bytes a thread
         ALIGNED=rows.aligned,
         CONGRUENT=rows.congruent,
     )

@@ -19,6 +19,7 @@ from ppo_kernels.triton_kernels.arithmetic import rounded
 from ppo_kernels.triton_kernels.row_math import (
     gradient,
     gradient_factors,
+    known_token,
     load_coefficients,
     load_mask,
     load_stats,
@@ -37,14 +38,9 @@ HEAD = tl.constexpr(16)  # at least as many elements as may lie before a multipl
 def head_of(x):
     """(elements of x before its first multiple of 16 bytes, x from there on)."""
     address = x.to(tl.int64)
-    head = (-address & 15) // (x.dtype.element_ty.primitive_bitwidth // 8)
-    return head.to(tl.int32), aligned(x + head)
-
-
-@triton.jit
-def aligned(x):
-    """x, known to the compiler to be a multiple of 16 bytes: as an integer, or AMD's buffer loads would not know it."""
-    return tl.multiple_of(x.to(tl.int64).to(x.dtype), 16)
+    start = (address + 15) & -16
+    head = (start - address) // (x.dtype.element_ty.primitive_bitwidth // 8)
+    return head.to(tl.int32), tl.multiple_of(start.to(x.dtype), 16)
 
 
 @triton.jit
@@ -65,12 +61,23 @@ def store_zeros(grad, first, last, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_masked(row, grad, start, column, y, vocab, columns, k, factors, ENTROPY: tl.constexpr):
-    """The gradient of columns start + column, which may be the target's, or padding (0), or not exist."""
-    exists = column < vocab - start
-    x = tl.load(row + start + column, mask=exists, other=-float("inf")).to(tl.float32)
-    g = tl.where(exists, gradient(x, column == y - start, k, factors, ENTROPY), 0.0)
-    tl.store(grad + start + column, rounded(g, grad.dtype.element_ty), mask=column < columns - start)
+def store_special(
+    row, grad, start, y, vocab, columns, k, factors, ENTROPY: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr
+):
+    """The gradient of columns [start, start + SIZE), one of which may be the target's.
+
+    Without WHOLE they may be padding (0) or not exist.
+    """
+    column = tl.arange(0, SIZE)
+    if WHOLE:
+        x = tl.load(row + start + column).to(tl.float32)
+        g = gradient(x, column == y - start, k, factors, ENTROPY)
+        tl.store(grad + start + column, rounded(g, grad.dtype.element_ty))
+    else:
+        exists = column < vocab - start
+        x = tl.load(row + start + column, mask=exists, other=-float("inf")).to(tl.float32)
+        g = tl.where(exists, gradient(x, column == y - start, k, factors, ENTROPY), 0.0)
+        tl.store(grad + start + column, rounded(g, grad.dtype.element_ty), mask=column < columns - start)
 
 
 @triton.jit
@@ -78,25 +85,25 @@ def store_gradient(
     row, grad, first, last, y, vocab, columns, k, factors,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr, CONGRUENT: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of blocks [first, last) of a row: whole blocks without the target, then the others.
+    """The gradient of blocks [first, last) of a row: whole blocks without the target, the target's, then the others.
 
-    Blocks start at a multiple of 16 bytes, after the head of the row, which belongs to block 0. That needs logits and
-    gradient to be CONGRUENT modulo 16 bytes; otherwise elements are read and written one by one.
+    y: the target as int32, negative if it is outside the vocabulary. Blocks start at a multiple of 16 bytes, after the
+    head of the row, which belongs to block 0. That needs logits and gradient to be CONGRUENT modulo 16 bytes; otherwise
+    elements are read and written one by one.
     """
     if CONGRUENT:
         head, row_from = head_of(row)
-        grad_from = aligned(grad + head)
+        _, grad_from = head_of(grad)
         if first == 0:
-            column = tl.arange(0, HEAD)
-            store_masked(
-                row, grad, 0, column, y, tl.minimum(vocab, head), tl.minimum(columns, head), k, factors, ENTROPY
-            )
+            of_head = tl.minimum(vocab, head), tl.minimum(columns, head)
+            store_special(row, grad, 0, y, of_head[0], of_head[1], k, factors, ENTROPY, False, HEAD)
     else:
         head, row_from, grad_from = 0, row, grad
     vocab, columns, y = vocab - head, columns - head, y - head
+    PART: tl.constexpr = BLOCK // 4  # of a block that is not plain: it takes more registers
     column = tl.arange(0, BLOCK)
     whole = vocab // BLOCK
-    target = tl.where(y >= 0, y // BLOCK, -1).to(tl.int32)
+    target = tl.where(y >= 0, y // BLOCK, -1)
     plain = tl.minimum(last, whole)
     mine = (target >= first) & (target < plain)
     end = plain - mine.to(tl.int32)
@@ -108,9 +115,11 @@ def store_gradient(
         x = tl.load(row_from + block * BLOCK + column).to(tl.float32)
         g = rounded(gradient(x, None, k, factors, ENTROPY), grad.dtype.element_ty)
         tl.store(grad_from + block * BLOCK + column, g)
-    for block in range(first, last):
-        if (block == target) | (block >= whole):
-            store_masked(row_from, grad_from, block * BLOCK, column, y, vocab, columns, k, factors, ENTROPY)
+    if mine:
+        for start in range(target * BLOCK, (target + 1) * BLOCK, PART):
+            store_special(row_from, grad_from, start, y, vocab, columns, k, factors, ENTROPY, True, PART)
+    for start in range(tl.maximum(first, whole) * BLOCK, last * BLOCK, PART):
+        store_special(row_from, grad_from, start, y, vocab, columns, k, factors, ENTROPY, False, PART)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -128,7 +137,7 @@ def row_grad_kernel(
     valid = load_mask(valids, n, scored)
     c, e = load_coefficients(grad_logprobs, grad_entropies, n, valid)
     if (c != 0) | (e != 0):
-        y = tl.load(tokens + q + shift).to(tl.int64)
+        y = known_token(tl.load(tokens + q + shift), vocab)
         logprob, top, total, mean = load_stats(stats, n, valid)
         factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY)
         row = logits + offset_of(q, inner, shift, stride_outer, stride_inner)

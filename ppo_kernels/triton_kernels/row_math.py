@@ -34,6 +34,12 @@ def offset_of(q, inner, shift, stride_outer, stride_inner):
 
 
 @triton.jit
+def known_token(y, vocab):
+    """A token as int32; -1 if it is outside the vocabulary."""
+    return tl.where((y >= 0) & (y < vocab), y, -1).to(tl.int32)
+
+
+@triton.jit
 def load_mask(valids, n, here):
     """`here`, and where there is a mask, that too."""
     if valids is None:
