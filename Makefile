@@ -53,7 +53,7 @@ test-reference: .venv/.native
 	@echo "test: semantics, reference backend"
 	@PPO_KERNELS_BACKEND=reference $(venv) -m pytest -q tests/semantics
 
-test-triton-%: .venv/.native
+test-triton-0 test-triton-1: test-triton-%: .venv/.native
 	@echo "test: semantics, Triton kernels in the interpreter, half $*"
 	@TRITON_INTERPRET=1 PPO_KERNELS_BACKEND=triton PPO_KERNELS_TEST_SHARD=$*/2 \
 	    $(venv) -m pytest -q tests/semantics tests/triton tests/test_ops.py

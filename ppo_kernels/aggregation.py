@@ -30,11 +30,9 @@ class Sequences(NamedTuple):
         if cu_seqlens is None:
             return Sequences(shape[:-1].numel(), shape[-1], None) if len(shape) > 1 else None
         number = cu_seqlens.shape[0] - 1
-        segment = torch.repeat_interleave(
-            torch.arange(number, device=cu_seqlens.device),
-            cu_seqlens[1:] - cu_seqlens[:-1],
-            output_size=shape[0] + shift,
-        )
+        # On a GPU nobody has looked at cu_seqlens: whatever they hold, a segment is one that there is.
+        place = torch.arange(shape[0] + shift, device=cu_seqlens.device)
+        segment = torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True).clamp(max=max(number - 1, 0))
         return (
             Sequences(number, 0, segment[:-1], segment[1:] == segment[:-1]) if shift else Sequences(number, 0, segment)
         )
@@ -67,7 +65,7 @@ def token_weights(
     """
     counted = torch.ones_like(like) if valid is None else valid.to(like.dtype)
     if isinstance(normalizer, Tensor):
-        normalizer = normalizer.to(like)
+        normalizer = normalizer.to(like.dtype)  # it may stay on the CPU: moving it would synchronise
     if config.aggregation == "token-mean":
         return counted * (scale / _or_one(counted.sum() if normalizer is None else normalizer))
     if sequences is None:

@@ -71,7 +71,7 @@ class Batch:
     ) -> TokenInputs:
         config = self.config
         for name, number in (("normalizer", normalizer), ("loss_scale", scale)):
-            check_scalar(name, number)
+            check_scalar(name, number, self.like)
         if config.kl_coef != 0 and ref_logprobs is None:
             raise ValueError(f"ref_logprobs is None, but config.kl_coef={config.kl_coef} needs it")
         if (values is None) != (returns is None):
@@ -110,9 +110,10 @@ class Batch:
         return x if self.valid is None else x.masked_fill(~self.valid, 0.0)
 
 
-def check_scalar(name: str, x: Any) -> None:
+def check_scalar(name: str, x: Any, like: Tensor) -> None:
+    """A number, or a 0-dim tensor on the CPU or on the device of `like`: both combine with it without moving."""
     if isinstance(x, Tensor):
-        checks.matching(name, x, None, ())
+        checks.matching(name, x, None if x.device.type == "cpu" else like, ())
     elif x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {type(x).__name__}")
     elif name == "normalizer" and x is not None and not x >= 0:

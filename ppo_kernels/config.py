@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # beyond, 1 / temperature is no fp32 number that the kernels can use
+TEMPERATURE_RULE = f"> 0, between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}"
 
 
 class LossParams(NamedTuple):
@@ -89,8 +91,8 @@ class PPOLossConfig:
                 raise TypeError(f"{field.name} must be True or False, got {value!r}")
         for name in ("clip_low", "clip_high", "log_ratio_clamp", "kl_input_clamp", "kl_output_clamp", "value_clip"):
             _check(name, getattr(self, name), lambda x: x >= 0, ">= 0")
-        for name in ("temperature", "agg_max_len"):
-            _check(name, getattr(self, name), lambda x: x > 0, "> 0")
+        _check("agg_max_len", self.agg_max_len, lambda x: x > 0, "> 0")
+        _check("temperature", self.temperature, lambda x: MIN_TEMPERATURE <= x <= MAX_TEMPERATURE, TEMPERATURE_RULE)
         _check("dual_clip", self.dual_clip, lambda x: x > 1, "> 1")
         _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)

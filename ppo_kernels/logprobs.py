@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ppo_kernels import checks
 from ppo_kernels.autograd import RowOptions, RowStats
+from ppo_kernels.config import MAX_TEMPERATURE, MIN_TEMPERATURE, TEMPERATURE_RULE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +58,7 @@ def logprobs_from_logits(
         tokens: [...] integers in [0, V), logits' leading shape.
         mask: the result's shape; bool, integer or float 0/1. A masked row is not read: 0 log-prob, 0 entropy, 0
             gradient.
-        temperature: > 0; divides the logits, for log-prob and entropy alike.
+        temperature: in [1e-30, 1e30]; divides the logits, for log-prob and entropy alike.
         vocab_size: columns from this one on are padding and do not exist (their gradient is 0).
         shift: logits [..., S, V] and tokens [..., S] cover the whole sequence and row t scores tokens[t + 1], by
             addressing: no slice, no copy. The result has shape [..., S - 1].
@@ -73,7 +74,8 @@ def logprobs_from_logits(
     """
     checks.not_yet(process_group=process_group)
     logits, tokens, columns = checks.logits_and_tokens(logits, tokens, shift, vocab_size)
-    options = RowOptions(checks.positive("temperature", temperature), columns, bool(shift), bool(return_entropy))
+    temperature = checks.number("temperature", temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, TEMPERATURE_RULE)
+    options = RowOptions(temperature, columns, bool(shift), bool(return_entropy))
     shape = scored_shape(tokens, shift)
     valid = checks.mask("mask", mask, logits, shape)
     logprobs, entropy = RowStats.apply(logits, tokens, None if valid is None else valid.reshape(-1), options, False)

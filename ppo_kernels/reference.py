@@ -268,7 +268,8 @@ def token_loss(logprobs: Tensor, entropy: Tensor | None, inputs: TokenInputs, pa
         ~token.isfinite(),
     )
     none = ratio.new_full((1,), NO_MAXIMUM)
-    extremes = [torch.cat([torch.where(valid, x, NO_MAXIMUM), none]).amax() for x in (ratio, -ratio)]
+    known = valid & ~ratio.isnan()
+    extremes = [torch.cat([torch.where(known, x, NO_MAXIMUM), none]).amax() for x in (ratio, -ratio)]
     metrics = [*(select(x.to(ratio.dtype)).sum() for x in per_token), value_tokens, value_clipped, *extremes]
     terms = torch.stack([loss, policy_term, value_term, kl_term])
     return TokenLoss(terms, torch.stack([x.float() for x in metrics]), share(slope), grad_entropy, grad_values)
@@ -337,10 +338,10 @@ def gae(
 def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) over valid elements, 0 at the others, in two passes; all equal gives 0."""
     wide = x.double() if valid is None else torch.where(valid, x.double(), 0.0)
-    count = x.numel() if valid is None else valid.sum()
-    mean = wide.sum() / torch.as_tensor(count, device=x.device).clamp(min=1)
+    count = torch.full((), x.numel(), device=x.device) if valid is None else valid.sum()
+    mean = wide.sum() / count.clamp(min=1)
     centred = wide - mean if valid is None else torch.where(valid, wide - mean, 0.0)
-    variance = centred.square().sum() / torch.as_tensor(count - int(unbiased), device=x.device).clamp(min=1)
+    variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
     whitened = torch.where(centred == 0, 0.0, centred * torch.rsqrt(variance + eps))  # eps may be 0
     if not shift_mean:
         whitened = whitened + mean if valid is None else torch.where(valid, whitened + mean, 0.0)

@@ -287,7 +287,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, fp32 [N], of sequences segments[i]:segments[i + 1]; 0 where not valid."""
     device, steps, rows = rewards.device, rewards.shape[0], segments.shape[0] - 1
-    advantages, returns = (torch.empty(steps, dtype=torch.float32, device=device) for _ in range(2))
+    # Zeros, for steps that segments leave out: they are not checked on a GPU.
+    advantages, returns = (torch.zeros(steps, dtype=torch.float32, device=device) for _ in range(2))
     if steps == 0 or rows == 0:
         return advantages, returns
     r, v, boot, v_next = (launch.flat(x) for x in (rewards, values, bootstrap, next_values))

@@ -47,9 +47,9 @@ def row_fused_kernel(
     to = grad + offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
     blocks = tl.cdiv(columns, BLOCK).to(tl.int32)
     if valid:
-        y = tl.load(tokens + q + shift).to(tl.int64)
+        y = known_token(tl.load(tokens + q + shift), vocab)
         row = logits + offset_of(q, inner, shift, stride_outer, stride_inner)
-        x_y = target_logit(row, y, vocab, valid)
+        x_y = target_logit(row, y, valid)
         if partials is None:
             m, s, w = split_sums(row, 0, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
         else:
@@ -65,9 +65,7 @@ def row_fused_kernel(
         tl.debug_barrier()  # all have read before one writes
         if (c != 0) | (e != 0):
             factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, SPREAD)
-            store_gradient(
-                row, to, 0, blocks, known_token(y, vocab), vocab, columns, k, factors, SPREAD, BLOCK, CONGRUENT, True
-            )
+            store_gradient(row, to, 0, blocks, y, vocab, columns, k, factors, SPREAD, BLOCK, CONGRUENT, True)
         else:
             store_zeros(to, 0, blocks, columns, BLOCK)
     else:

@@ -36,6 +36,7 @@ def offset_of(q, inner, shift, stride_outer, stride_inner):
 @triton.jit
 def known_token(y, vocab):
     """A token as int32; -1 if it is outside the vocabulary."""
+    y = y.to(tl.int64)
     return tl.where((y >= 0) & (y < vocab), y, -1).to(tl.int32)
 
 
@@ -49,11 +50,10 @@ def load_mask(valids, n, here):
 
 
 @triton.jit
-def target_logit(row, y, vocab, valid):
-    """x_y; NaN for a token outside the vocabulary, which is not read (and an error with TRITON_DEBUG=1)."""
-    inside = (y >= 0) & (y < vocab)
-    tl.device_assert(inside | ~valid, "tokens: a token is outside the vocabulary")
-    return tl.load(row + y, mask=inside & valid, other=float("nan")).to(tl.float32)
+def target_logit(row, y, valid):
+    """x_y; NaN for a token outside the vocabulary, y = -1 (and an error with TRITON_DEBUG=1)."""
+    tl.device_assert((y >= 0) | ~valid, "tokens: a token is outside the vocabulary")
+    return tl.load(row + y, mask=(y >= 0) & valid, other=float("nan")).to(tl.float32)
 
 
 @triton.jit

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ppo_kernels.triton_kernels import launch
 from ppo_kernels.triton_kernels.arithmetic import LOWEST
-from ppo_kernels.triton_kernels.row_math import finish, load_mask, locate, store_stats, target_logit, where_valid
+from ppo_kernels.triton_kernels.row_math import (
+    finish,
+    known_token,
+    load_mask,
+    locate,
+    store_stats,
+    target_logit,
+    where_valid,
+)
 from ppo_kernels.triton_kernels.rows import combine, split_sums
 from ppo_kernels.triton_kernels.small_rows import SMALL, small_row_stats
 
@@ -55,11 +63,11 @@ def row_stats_kernel(
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
     valid = load_mask(valids, n, n >= 0)
     if valid:
-        y = tl.load(tokens + token).to(tl.int64)
+        y = known_token(tl.load(tokens + token), vocab)
         row = logits + offset
         m, s, w = split_sums(row, split, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
         if partials is None:
-            stats = finish(m, s, w, target_logit(row, y, vocab, valid), k, per_t, ENTROPY)
+            stats = finish(m, s, w, target_logit(row, y, valid), k, per_t, ENTROPY)
             store_stats(outputs, n, stats, None, ENTROPY)
         else:
             store_partial(partials, n, split, splits, m, s, w, ENTROPY)
@@ -77,9 +85,9 @@ def row_finish_kernel(
     here = n < n_rows
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
     valid = load_mask(valids, n, here)
-    y = tl.load(tokens + token, mask=valid, other=-1).to(tl.int64)
+    y = known_token(tl.load(tokens + token, mask=valid, other=0), vocab)
     m, s, w = row_sums(partials + (n * splits * 3)[:, None], splits, valid[:, None], k, ENTROPY, SPLITS, 1)
-    stats = finish(m, s, w, target_logit(logits + offset, y, vocab, valid), k, per_t, ENTROPY)
+    stats = finish(m, s, w, target_logit(logits + offset, y, valid), k, per_t, ENTROPY)
     store_stats(outputs, n, where_valid(valid, stats), here, ENTROPY)
 
 

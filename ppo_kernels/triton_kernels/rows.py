@@ -9,7 +9,8 @@ of its chunks in registers: nothing crosses lanes inside a loop. Lanes, and late
 integer sums have no order, so the result is the same bits for any number of warps, layout, alignment or batch.
 
 A row that does not start at a multiple of 16 bytes is read in aligned chunks too, and shifted into place in registers.
-No chunk is read that holds no byte of the row.
+Nothing is read after the row's end, and before its start only what is in its first chunk of 16 bytes, which PyTorch's
+allocators put into the same storage.
 """
 
 import triton
@@ -131,10 +132,11 @@ def add(x, m, s, w, k, ENTROPY: tl.constexpr):
 
 @triton.jit
 def add_block(
-    row, words, block, y, vocab, m, s, w, k,
+    row, words, block, y, vocab, whole, m, s, w, k,
     ENTROPY: tl.constexpr, MASKED: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a block of a row to (m, s, w) [LANES]. MASKED: without column y and columns >= vocab."""
+    """Adds a block of a row to (m, s, w) [LANES]. MASKED: without column y, and with the row's end if it is block
+    `whole`, the first one that is not whole."""
     dtype: tl.constexpr = row.dtype.element_ty
     CHUNK: tl.constexpr = 128 // dtype.primitive_bitwidth
     PER_WORD: tl.constexpr = CHUNK // 4
@@ -145,10 +147,10 @@ def add_block(
     for u in tl.static_range(UNROLL):
         live = None
         if MASKED:
-            live = column + (u * LANES + tl.arange(0, 4 * LANES) // 4 + 1) * CHUNK <= vocab
+            live = column + (u * LANES + tl.arange(0, 4 * LANES) // 4 + 1) * CHUNK <= vocab - (CHUNK - 1)
         given = given + load_chunks(words, word + u * LANES * 4, live, dtype, LANES, ALIGNED)
     logits = ()
-    to_y = (y - column).to(tl.int32) - lane * CHUNK
+    to_y = y - column - lane * CHUNK
     for j in tl.static_range(4 * UNROLL):
         x = low_float(given[j], dtype)
         if MASKED:
@@ -159,9 +161,9 @@ def add_block(
             if MASKED:
                 x = tl.where(to_y == j // 4 * LANES * CHUNK + j % 4 * PER_WORD + 1, -float("inf"), x)
             logits = logits + (x,)
-    if MASKED:  # the columns after the last whole chunk, one a lane
-        rest = vocab // CHUNK * CHUNK + lane
-        here = (rest < vocab) & (rest >= column) & (rest < column + UNROLL * LANES * CHUNK) & (rest != y)
+    if MASKED:  # the row's end, where the next chunk of 16 bytes may be another's: one column a lane
+        rest = (vocab - (CHUNK - 1)) // CHUNK * CHUNK + lane
+        here = (rest < vocab) & (block == whole) & (rest != y)
         logits = logits + (tl.load(row + rest, mask=here, other=-float("inf")).to(tl.float32),)
     top = m
     for j in tl.static_range(UNROLL * CHUNK + MASKED):
@@ -178,23 +180,24 @@ def split_sums(
     ENTROPY: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """(m, s, w) of one split of a row: whole blocks without the target, then the target's, then the ragged one."""
-    BLOCK: tl.constexpr = UNROLL * LANES * (128 // row.dtype.element_ty.primitive_bitwidth)
+    CHUNK: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    BLOCK: tl.constexpr = UNROLL * LANES * CHUNK
     words = row_words(row, ALIGNED)
     m = tl.full([LANES], LOWEST, tl.float32)
     s = tl.zeros([LANES], tl.float32)
     w = tl.zeros([LANES], tl.float32)
-    first, whole = split * BLOCKS, vocab // BLOCK
+    first, whole = split * BLOCKS, (vocab - (CHUNK - 1)) // BLOCK
     last = tl.minimum(first + BLOCKS, whole)
     target = tl.where(y >= 0, y // BLOCK, -1)
     mine = (target >= first) & (target < last)
     for i in range(first, last - mine.to(tl.int32)):
         block = i + (mine & (i >= target)).to(tl.int32)
-        m, s, w = add_block(row, words, block, y, vocab, m, s, w, k, ENTROPY, False, LANES, UNROLL, ALIGNED)
+        m, s, w = add_block(row, words, block, y, vocab, whole, m, s, w, k, ENTROPY, False, LANES, UNROLL, ALIGNED)
     for special in range(2):
         block = tl.where(special == 0, target, whole)
-        ragged = (whole >= first) & (whole < first + BLOCKS) & (whole * BLOCK < vocab)
+        ragged = (whole >= first) & (whole < first + BLOCKS)
         if ((special == 0) & mine) | ((special == 1) & ragged):
-            m, s, w = add_block(row, words, block, y, vocab, m, s, w, k, ENTROPY, True, LANES, UNROLL, ALIGNED)
+            m, s, w = add_block(row, words, block, y, vocab, whole, m, s, w, k, ENTROPY, True, LANES, UNROLL, ALIGNED)
     return combine(m, s, w, k, ENTROPY, 0)
 
 

@@ -17,6 +17,7 @@ from ppo_kernels.triton_kernels.row_math import (
     finish,
     gradient,
     gradient_factors,
+    known_token,
     load_coefficients,
     load_mask,
     load_stats,
@@ -46,11 +47,11 @@ def tile_sums(x, y, k, ENTROPY: tl.constexpr):
 @triton.jit
 def load_tile(logits, tokens, offset, token, valid, vocab, WIDTH: tl.constexpr):
     """(x [ROWS, WIDTH], y, x_y)."""
-    y = tl.load(tokens + token, mask=valid, other=0).to(tl.int64)
+    y = known_token(tl.load(tokens + token, mask=valid, other=0), vocab)
     column = tl.arange(0, WIDTH)
     there = valid[:, None] & (column < vocab)
     x = tl.load(logits + offset[:, None] + column, mask=there, other=-float("inf")).to(tl.float32)
-    return x, y, target_logit(logits + offset, y, vocab, valid)
+    return x, y, target_logit(logits + offset, y, valid)
 
 
 @triton.jit
@@ -113,6 +114,7 @@ def small_fused_kernel(
     valid = load_mask(valids, n, stored)
     offset = offset_of(q, inner, shift, stride_outer, stride_inner)
     x, y, x_y = load_tile(logits, tokens, offset, q + shift, valid, vocab, WIDTH)
+    tl.debug_barrier()  # all have read before one writes
     m, s, w = tile_sums(x, y, k, ENTROPY)
     stats = where_valid(valid, finish(m, s, w, x_y, k, per_t, ENTROPY))
     store_stats(outputs, n, stats, stored, ENTROPY)

@@ -12,7 +12,6 @@ from torch import Tensor
 from ppo_kernels.triton_kernels import launch
 from ppo_kernels.triton_kernels.row_math import load_mask
 
-BLOCK = 2048
 PARTS = 512  # partial results read at a time
 
 
@@ -62,9 +61,10 @@ def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, ep
     """The operator ppo_kernels::whiten."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     dense, valids, size = x.contiguous(), launch.flat(valid, torch.bool), x.numel()
-    programs = triton.cdiv(size, BLOCK)
+    block = 1024 if size <= 2**20 else 8192  # every program reads the results of all others
+    programs = triton.cdiv(size, block)
     moments = torch.empty(programs, 3, dtype=torch.float64, device=x.device)
-    launch.run(moments_kernel, programs, (dense, valids, moments, size), num_warps=4, device=x.device, BLOCK=BLOCK)
+    launch.run(moments_kernel, programs, (dense, valids, moments, size), num_warps=4, device=x.device, BLOCK=block)
     args = (dense, valids, moments, out, size, programs, eps, float(unbiased), int(shift_mean))
-    launch.run(whiten_kernel, programs, args, num_warps=4, device=x.device, BLOCK=BLOCK, PARTS=PARTS)
+    launch.run(whiten_kernel, programs, args, num_warps=4, device=x.device, BLOCK=block, PARTS=PARTS)
     return out

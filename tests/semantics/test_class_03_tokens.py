@@ -212,3 +212,16 @@ def test_case_27_every_integer_dtype_of_tokens(dtype):
 def test_case_27_other_dtypes_of_tokens_are_a_type_error(dtype):
     with pytest.raises(TypeError, match="tokens"):
         logprobs_from_logits(torch.randn(2, 4), torch.zeros(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("vocab", [8, 100])
+def test_tokens_of_any_integer_dtype_have_the_same_gradient(vocab, dtype):
+    logits, tokens, adv = torch.randn(4, vocab), torch.randint(vocab, (4,)), torch.randn(4)
+    grads = []
+    for given in (tokens, tokens.to(dtype)):
+        x, z = leaf(logits), leaf(logits)
+        logprobs_from_logits(x, given).sum().backward()
+        fused_ppo_loss(z, given, None, adv).loss.backward()
+        grads.append((x.grad, z.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -124,6 +124,8 @@ def test_tokens_out_of_range(call, token):
         (ValueError, "temperature", -1.0),
         (ValueError, "temperature", math.nan),
         (ValueError, "temperature", math.inf),
+        (ValueError, "temperature", 1e-40),
+        (ValueError, "temperature", 1e40),
         (TypeError, "temperature", "1"),
         (TypeError, "temperature", None),
         (ValueError, "vocab_size", 0),

@@ -197,3 +197,11 @@ def test_segments_that_lie_are_not_followed_out_of_the_tensors(shape):
         patch.setattr(gae_scan, "geometry", lambda rows, steps: shape)
         got = gae_scan.gae(r, v, *[None] * 5, torch.tensor([-(2**40), 5, 2**40]), 0.9, 0.9, "skip")
     assert same_bits(got, run(shape, [5, 3], r, v, gamma=0.9, lam=0.9))
+
+
+def test_steps_of_no_sequence_are_zero():
+    """On a GPU nobody has checked cu_seqlens."""
+    r, v = torch.ones(5), torch.zeros(5)
+    absent = (None,) * 5
+    advantages, returns = gae_scan.gae(r, v, *absent, torch.tensor([0, 3]), 1.0, 1.0, "skip")
+    assert advantages.tolist() == returns.tolist() == [3, 2, 1, 0, 0]
