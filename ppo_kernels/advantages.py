@@ -39,6 +39,7 @@ def gae(
     next_values: Tensor | None = None,
     mask_mode: str = "skip",
     cu_seqlens: Tensor | None = None,
+    value_lam: float | Tensor | None = None,
 ) -> GAEOutput:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), one sequence per row.
 
@@ -59,6 +60,7 @@ def gae(
             they have reward and value 0 and discount; "dense": they count fully, only their results are 0. In the
             first two a reward at a masked step is not read: put it on the last valid one, as shape_rewards does.
         cu_seqlens: [B + 1] int32; sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
+        value_lam: lam for the returns alone, by a second scan (decoupled GAE: VC-PPO, Yuan et al. 2025). Default: lam.
 
     Raises: TypeError, ValueError before any computation.
     """
@@ -83,13 +85,9 @@ def gae(
         sequences = tuple(shape[:-1])
         count = sequences[0] if sequences else 1
         segments = torch.arange(count + 1, device=device) * shape[-1]
-    row_lam = None
-    if isinstance(lam, Tensor):
-        row_lam = checks.floating("lam", lam, rewards, sequences).reshape(-1)
-        if checks.eager_cpu(row_lam) and not bool(((row_lam >= 0) & (row_lam <= 1)).all()):
-            raise ValueError("lam must hold only 0 <= lam <= 1")
-    else:
-        lam = checks.number("lam", lam, 0, 1, "0 <= lam <= 1")
+    lams = [_lam("lam", lam, rewards, sequences)]
+    if value_lam is not None:
+        lams.append(_lam("value_lam", value_lam, rewards, sequences))
     if bootstrap_value is not None:
         bootstrap_value = checks.floating("bootstrap_value", bootstrap_value, rewards, sequences).reshape(-1)
     if next_values is not None:
@@ -102,8 +100,18 @@ def gae(
         )
     )
     flat = (rewards.reshape(-1), values.reshape(-1), valid, bootstrap_value, next_values, ended, cut)
-    advantages, returns = ops.gae(*flat, segments, gamma, 0.0 if row_lam is not None else lam, mask_mode, row_lam)
-    return GAEOutput(advantages.view(shape), returns.view(shape))
+    scans = [ops.gae(*flat, segments, gamma, one, mask_mode, per_sequence) for one, per_sequence in lams]
+    return GAEOutput(scans[0][0].view(shape), scans[-1][1].view(shape))
+
+
+def _lam(name: str, lam: object, rewards: Tensor, sequences: tuple[int, ...]) -> tuple[float, Tensor | None]:
+    """(lam, None) of a number, (0, lam [B]) of one for each sequence."""
+    if not isinstance(lam, Tensor):
+        return checks.number(name, lam, 0, 1, f"0 <= {name} <= 1"), None
+    lam = checks.floating(name, lam, rewards, sequences).reshape(-1)
+    if checks.eager_cpu(lam) and not bool(((lam >= 0) & (lam <= 1)).all()):
+        raise ValueError(f"{name} must hold only 0 <= {name} <= 1")
+    return 0.0, lam
 
 
 @torch.no_grad()

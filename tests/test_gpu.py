@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_kernels import PPOLossConfig, fused_ppo_loss, gae, logprobs_from_logits, masked_whiten, ppo_loss
+from ppo_kernels import PPOLossConfig, fused_ppo_loss, gae, logprobs_from_logits, masked_whiten, ppo_loss, shape_rewards
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_cuda = pytest.mark.parametrize("device", [CUDA])
@@ -219,7 +219,21 @@ def test_no_host_synchronisation(device: str, vocab: int, inplace: bool) -> None
     first, second = Batch(64, vocab, torch.bfloat16, device), Batch(64, vocab, torch.bfloat16, device)
     rewards = torch.randn(2, 64, 100, device=device)
 
+    cu_seqlens = torch.tensor([0, 20, 64], dtype=torch.int32, device=device)
+    numbers = {"normalizer": torch.tensor(7.0), "loss_scale": torch.tensor(0.5, device=device)}
+    options = PPOLossConfig(entropy_coef=0.01, kl_coef=0.1, value_clip=0.2, aggregation="seq-mean-token-mean")
+
     def everything(batch: Batch) -> None:
+        values = dict.fromkeys(("values", "old_values", "returns", "ref_logprobs"), batch.old)
+        packed = {"cu_seqlens": cu_seqlens, "config": options, **numbers, **values}
+        logits, tokens, mask = batch.logits, batch.tokens, batch.mask
+        out = fused_ppo_loss(logits, tokens, batch.old, batch.advantages[:2], mask, **packed)
+        torch.autograd.grad(out.loss, logits)
+        padded = (logits.view(2, 32, -1), tokens.view(2, 32), batch.old.view(2, 32)[:, 1:], batch.advantages[:2])
+        torch.autograd.grad(fused_ppo_loss(*padded, shift=True, config=WITH_ENTROPY).loss, logits)
+        grid = (batch.old.view(2, 32), batch.advantages.view(2, 32), mask.view(2, 32))
+        shape_rewards(batch.old[:2], *grid, kl_coef=0.1, missing_eos_penalty=1.0, has_eos=mask[:2])
+        gae(batch.old, batch.old, mask, cu_seqlens=cu_seqlens, lam=batch.mask[:2].float())
         lp, entropy = logprobs_from_logits(batch.logits, batch.tokens, batch.mask, return_entropy=True)
         given = (batch.old, batch.advantages, batch.mask)
         torch.autograd.grad(ppo_loss(lp, *given, entropy=entropy, config=WITH_ENTROPY).loss, batch.logits)

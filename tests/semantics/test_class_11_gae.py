@@ -270,3 +270,14 @@ def test_one_lambda_per_sequence(packed):
         want = gae(r[i : i + 1], v[i : i + 1], mask[i : i + 1], lam=float(lam[i]), **own)
         assert_close(got.advantages.view(4, 33)[i], want.advantages[0], 1e-6, scale=1.0)
         assert_close(got.returns.view(4, 33)[i], want.returns[0], 1e-6, scale=1.0)
+
+
+def test_returns_may_have_a_lambda_of_their_own():
+    """Decoupled GAE: advantages by one lambda, the critic's targets by another."""
+    r, v, mask = torch.randn(3, 20), torch.randn(3, 20), torch.rand(3, 20) < 0.8
+    both = gae(r, v, mask, gamma=0.99, lam=0.8, value_lam=1.0)
+    assert same_bits(both.advantages, gae(r, v, mask, gamma=0.99, lam=0.8).advantages)
+    assert same_bits(both.returns, gae(r, v, mask, gamma=0.99, lam=1.0).returns)
+    per_sequence = torch.tensor([1.0, 0.5, 0.9])
+    both = gae(r, v, mask, lam=per_sequence, value_lam=per_sequence)
+    assert same_bits(both.returns, gae(r, v, mask, lam=per_sequence).returns)

@@ -321,6 +321,8 @@ def test_config_names_of_later_features(name, value):
         (ValueError, "lam", torch.full((B + 1,), 0.9)),
         (ValueError, "lam", torch.full((B,), 1.5)),
         (TypeError, "lam", torch.ones(B, dtype=torch.int64)),
+        (ValueError, "value_lam", -0.1),
+        (ValueError, "value_lam", torch.full((B,), math.nan)),
         (TypeError, "rewards", torch.zeros(B, T, dtype=torch.complex64)),
     ],
 )
