@@ -41,7 +41,7 @@ def row_fused_kernel(
     ENTROPY: tl.constexpr, SPREAD: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, CONGRUENT: tl.constexpr,
 ):  # fmt: skip
-    q = tl.program_id(0).to(tl.int64)
+    q = tl.program_id(0)
     scored, n = scored_row(q, inner, shift)
     valid = load_mask(valids, n, scored)
     to = grad + offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
@@ -57,7 +57,7 @@ def row_fused_kernel(
                 m, s, w = split_sums(row, split, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
                 store_partial(partials, q, split, splits, m, s, w, ENTROPY)
             tl.debug_barrier()
-            m, s, w = row_sums(partials + q * splits * 3, splits, True, k, ENTROPY, SPLITS, 0)
+            m, s, w = row_sums(partials + q.to(tl.int64) * splits * 3, splits, True, k, ENTROPY, SPLITS, 0)
         stats = finish(m, s, w, x_y, k, per_t, ENTROPY)
         store_stats(outputs, n, stats, None, ENTROPY)
         logprob, entropy, top, total, mean = stats

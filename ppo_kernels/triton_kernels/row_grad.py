@@ -128,8 +128,8 @@ def row_grad_kernel(
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, parts, vocab, columns, k, per_t,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CONGRUENT: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    q, part = pid // parts, (pid % parts).to(tl.int32)
+    pid = tl.program_id(0)
+    q, part = pid // parts, pid % parts
     first = part * BLOCKS
     last = tl.minimum(first + BLOCKS, tl.cdiv(columns, BLOCK).to(tl.int32))
     to = grad + offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)

@@ -15,9 +15,12 @@ from ppo_kernels.triton_kernels.rows import rescale
 
 @triton.jit
 def locate(n, inner, shift, stride_outer, stride_inner):
-    """Of scored row n: the offset of its logits, and the index of its token."""
+    """Of scored row n: the offset of its logits (int64), and the index of its token.
+
+    Row numbers are int32, for a grid has at most 2^31 - 1 programs, and dividing int64 takes a hundred instructions.
+    """
     outer, i = n // inner, n % inner
-    return outer * stride_outer + i * stride_inner, outer * (inner + shift) + i + shift
+    return outer.to(tl.int64) * stride_outer + i.to(tl.int64) * stride_inner, outer * (inner + shift) + i + shift
 
 
 @triton.jit
@@ -29,8 +32,9 @@ def scored_row(q, inner, shift):
 
 @triton.jit
 def offset_of(q, inner, shift, stride_outer, stride_inner):
-    """Of row q of all rows: the offset of its first element."""
-    return q // (inner + shift) * stride_outer + q % (inner + shift) * stride_inner
+    """Of row q of all rows: the offset of its first element (int64)."""
+    outer, i = q // (inner + shift), q % (inner + shift)
+    return outer.to(tl.int64) * stride_outer + i.to(tl.int64) * stride_inner
 
 
 @triton.jit

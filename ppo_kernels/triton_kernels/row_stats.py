@@ -32,7 +32,7 @@ RUNTIME = ["inner", "shift", "stride_outer", "stride_inner", "splits", "n_rows"]
 
 @triton.jit
 def store_partial(partials, n, split, splits, m, s, w, ENTROPY: tl.constexpr):
-    to = partials + (n * splits + split) * 3
+    to = partials + (n.to(tl.int64) * splits + split) * 3
     tl.store(to, m)
     tl.store(to + 1, s)
     if ENTROPY:
@@ -58,8 +58,8 @@ def row_stats_kernel(
     inner, shift, stride_outer, stride_inner, splits, vocab, k, per_t,
     ENTROPY: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    n, split = pid // splits, (pid % splits).to(tl.int32)
+    pid = tl.program_id(0)
+    n, split = pid // splits, pid % splits
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
     valid = load_mask(valids, n, n >= 0)
     if valid:
@@ -81,12 +81,12 @@ def row_finish_kernel(
     inner, shift, stride_outer, stride_inner, splits, n_rows, vocab, k, per_t,
     ENTROPY: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = n < n_rows
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
     valid = load_mask(valids, n, here)
     y = known_token(tl.load(tokens + token, mask=valid, other=0), vocab)
-    m, s, w = row_sums(partials + (n * splits * 3)[:, None], splits, valid[:, None], k, ENTROPY, SPLITS, 1)
+    m, s, w = row_sums(partials + (n.to(tl.int64) * splits * 3)[:, None], splits, valid[:, None], k, ENTROPY, SPLITS, 1)
     stats = finish(m, s, w, target_logit(logits + offset, y, valid), k, per_t, ENTROPY)
     store_stats(outputs, n, where_valid(valid, stats), here, ENTROPY)
 

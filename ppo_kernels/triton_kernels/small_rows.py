@@ -73,7 +73,7 @@ def small_stats_kernel(
     logits, tokens, valids, outputs, n_rows, inner, shift, stride_outer, stride_inner, vocab, k, per_t,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = n < n_rows
     valid = load_mask(valids, n, here)
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
@@ -88,7 +88,7 @@ def small_grad_kernel(
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, vocab, columns, k, per_t,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    q = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = q < n_rows
     scored, n = scored_row(q, inner, shift)
     valid = load_mask(valids, n, here & scored)
@@ -107,7 +107,7 @@ def small_fused_kernel(
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, vocab, columns, k, per_t,
     ENTROPY: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    q = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = q < n_rows
     scored, n = scored_row(q, inner, shift)
     stored = here & scored
