@@ -51,10 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARDS != SHARD]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % SHARDS == SHARD]
+    shards: list[list[pytest.Item]] = [[] for _ in range(SHARDS)]
+    for item in items:
+        shards[zlib.crc32(item.nodeid.encode()) % SHARDS].append(item)
+    items[:] = shards.pop(SHARD)
+    config.hook.pytest_deselected(items=[item for others in shards for item in others])
     no_gpu = pytest.mark.skip(reason="NOT RUN: needs a CUDA device and torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.strides import two_strides
+from ppo_kernels.triton_kernels.arithmetic import LOG2E
 
 
 class RowShape(NamedTuple):
@@ -116,7 +117,7 @@ class Rows:
         self.n = self.outer * self.inner  # scored rows
         self.all = self.outer * (self.inner + self.shift)
         self.tokens, self.valid = tokens.contiguous(), flat(valid, torch.bool)
-        self.k, self.per_t = 1.4426950408889634 / temperature, 1 / temperature
+        self.k, self.per_t = LOG2E.value / temperature, 1 / temperature
         self.shape = row_shape(vocab, logits.element_size())
         self.aligned = self._multiples_of_16_bytes(self.logits.data_ptr(), self.stride_outer, self.stride_inner)
         self.grad_strides, self.congruent = (0, 0), False

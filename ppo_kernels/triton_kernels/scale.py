@@ -9,6 +9,7 @@ from torch import Tensor
 from ppo_kernels.strides import in_place, two_strides
 from ppo_kernels.triton_kernels import launch
 from ppo_kernels.triton_kernels.arithmetic import rounded
+from ppo_kernels.triton_kernels.row_math import offset_of
 
 BLOCK, BLOCKS = 4096, 8
 RUNTIME = ["inner", "stride_outer", "stride_inner", "parts"]
@@ -20,11 +21,12 @@ def scale_kernel(
 ):
     by = tl.load(factor).to(tl.float32)
     if by != 1:
-        pid = tl.program_id(0).to(tl.int64)
+        pid = tl.program_id(0)
         row, part = pid // parts, pid % parts
-        to = x + row // inner * stride_outer + row % inner * stride_inner
+        to = x + offset_of(row, inner, 0, stride_outer, stride_inner)
+        start = part.to(tl.int64) * (BLOCKS * BLOCK) + tl.arange(0, BLOCK)
         for block in range(BLOCKS):
-            at = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+            at = start + block * BLOCK
             scaled = tl.load(to + at, mask=at < columns, other=0.0).to(tl.float32) * by
             tl.store(to + at, rounded(scaled, x.dtype.element_ty), mask=at < columns)
 
@@ -39,6 +41,5 @@ def _scale(x: Tensor, _: Tensor, factor: Tensor) -> None:
     inner = x.shape[-2] if x.dim() > 1 else 1
     parts = triton.cdiv(x.shape[-1], BLOCK * BLOCKS)
     args = (x, factor, inner, stride_outer, stride_inner, parts, x.shape[-1])
-    launch.run(
-        scale_kernel, outer * inner * parts, args, num_warps=8, device=x.device, BLOCK=BLOCK, BLOCKS=BLOCKS
-    )  # fmt: skip
+    programs = outer * inner * parts
+    launch.run(scale_kernel, programs, args, num_warps=8, device=x.device, BLOCK=BLOCK, BLOCKS=BLOCKS)
