@@ -3,18 +3,21 @@
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= bench/run.py
-TESTS := test-default test-triton-0 test-triton-1 test-reference test-levels
+TESTS := $(if $(PEERS),test-peers) test-default test-triton-0 test-triton-1 test-reference test-levels
 
 venv := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help train test $(TESTS) lint bench gpu clean
+.PHONY: help train test $(TESTS) test-peers lint bench bench-peers bench-linear gpu clean
 
 help:
 	@echo "make train   run the demo: SFT, reward model and PPO on real text; ARGS='...' is passed to ppo-train demo"
-	@echo "make test    run the tests on every backend and instruction-set level of this machine"
+	@echo "make test    run the tests on every backend and instruction-set level of this machine; PEERS=1: test-peers too"
+	@echo "make test-peers   compare with the releases of other trainers, which are installed in .venv-peers"
 	@echo "make lint    check style and types"
 	@echo "make bench   run the benchmarks; ARGS='...' is passed to $(BENCH)"
+	@echo "make bench-peers  the same beside the released packages of other trainers"
+	@echo "make bench-linear  the loss from hidden states beside its matrix products and other fused heads"
 	@echo "make gpu     run the tests and the benchmark on a CUDA device, with $(PYTHON) as it is; ARGS=--dry tries it without"
 	@echo "make clean   remove what was built and the caches; .venv and runs stay"
 	@echo "PYTHON=python3.12 before the first run chooses the Python (3.10 or newer) of .venv"
@@ -35,13 +38,14 @@ help:
 	@$(venv) setup.py --quiet build_ext --inplace
 	@! ls ppo_kernels/_native_*.so >/dev/null 2>&1 || touch $@
 
-# Threads that wait without spinning: on a machine that does other work too, spinning ones would wait for each other.
+# OMP_WAIT_POLICY: threads wait without spinning; on a machine that does other work too, they would wait for each other.
 train: .venv/.native
 	@echo "train: ppo-train demo $(ARGS)"
 	@OMP_WAIT_POLICY=PASSIVE .venv/bin/ppo-train demo $(ARGS)
 
 # The default backend runs everything; every other backend must give the same numbers, so it runs the tests of semantics:
 # plain PyTorch, each lower instruction-set level, and the Triton kernels in Triton's interpreter. Two run at a time.
+test: export OMP_WAIT_POLICY = PASSIVE
 test: .venv/.native
 	@$(MAKE) --no-print-directory -j2 --output-sync=target $(TESTS)
 
@@ -69,6 +73,25 @@ test-levels: .venv/.native
 	        PPO_KERNELS_ISA=$$level $(venv) -m pytest -q tests/semantics || exit 1; \
 	    fi; \
 	done
+
+# Other trainers' releases have pins of their own, so they live apart. The second file is installed without
+# dependencies: those are CUDA packages and servers that the functions compared do not use.
+.venv-peers/.installed: constraints.txt $(wildcard tests/peers/requirements*.txt)
+	@echo "setup: installing the peers' packages into .venv-peers (some minutes the first time)"
+	@$(PYTHON) -m venv --clear .venv-peers
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -r tests/peers/requirements.txt
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/peers/requirements-nodeps.txt
+	@touch $@
+
+test-peers: .venv-peers/.installed .venv/.native
+	@echo "test: the same numbers as verl, OpenRLHF, TRL, Liger, torchrl and rsl_rl"
+	@PYTHONPATH=. HF_HUB_OFFLINE=1 TRITON_INTERPRET=1 .venv-peers/bin/python -m pytest -q tests/peers
+
+bench-peers: .venv-peers/.installed .venv/.native
+	@PYTHONPATH=. .venv-peers/bin/python bench/peers.py
+
+bench-linear: .venv-peers/.installed .venv/.native
+	@PYTHONPATH=. .venv-peers/bin/python bench/linear.py
 
 lint: .venv/.native
 	@echo "lint: ruff check, ruff format, mypy"

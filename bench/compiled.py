@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import subprocess
 import tempfile
@@ -30,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from ppo_kernels import triton_kernels
+from ppo_kernels import PPOLossConfig, triton_kernels
 from ppo_kernels.triton_kernels import launch
 
 NVIDIA = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100, 120)}
@@ -85,26 +86,32 @@ def mask(n: int, given: bool) -> Tensor | None:
     return torch.ones(n, dtype=torch.bool, device="cpu") if given else None
 
 
+def options(rows: int, vocab: int, per_row: bool, softcap: float) -> tuple[Any, ...]:
+    """temperature, row_temperature, softcap, vocab_size, shift."""
+    return 1.0, torch.ones(rows, device="cpu") if per_row else None, softcap, vocab, False
+
+
 def row_stats(
-    dtype: torch.dtype, vocab: int, entropy: bool = False, aligned: bool = True, rows: int = 16, masked: bool = False
-) -> None:
+    dtype: torch.dtype, vocab: int, entropy: bool = False, aligned: bool = True, rows: int = 16, masked: bool = False,
+    per_row: bool = False, softcap: float = math.inf,
+) -> None:  # fmt: skip
     x, tokens = logits(dtype, vocab, aligned, rows)
-    triton_kernels.row_stats(x, tokens, mask(rows, masked), 1.0, vocab, False, entropy)
+    triton_kernels.row_stats(x, tokens, mask(rows, masked), *options(rows, vocab, per_row, softcap), entropy)
 
 
 def row_grad(
     dtype: torch.dtype, vocab: int, entropy: bool = False, aligned: bool = True, rows: int = 16, masked: bool = False,
-    in_place: bool = False,
+    in_place: bool = False, per_row: bool = False, softcap: float = math.inf,
 ) -> None:  # fmt: skip
     x, tokens = logits(dtype, vocab, aligned, rows)
     operator = triton_kernels.row_grad_ if in_place else triton_kernels.row_grad
     logprobs, row_max, row_sum, row_mean, c, e = (torch.empty(rows, device="cpu") for _ in range(6))
     coefficients = (logprobs, row_max, row_sum, row_mean if entropy else None, c, e if entropy else None)
-    operator(x, tokens, mask(rows, masked), 1.0, vocab, False, *coefficients)
+    operator(x, tokens, mask(rows, masked), *options(rows, vocab, per_row, softcap), *coefficients)
 
 
 def token_inputs(n: int, optional: bool, values: bool) -> tuple[Tensor | None, ...]:
-    """ppo_kernels.reference.TokenInputs, with everything that may be left out or without."""
+    """ppo_kernels.loss_terms.TokenInputs, with everything that may be left out or without."""
     given = (optional, True, optional, True, optional, values, values and optional, values, values and optional, values)
     return tuple(
         torch.ones(n, dtype=torch.bool if i in (2, 8) else torch.float32, device="cpu") if here else None
@@ -113,20 +120,20 @@ def token_inputs(n: int, optional: bool, values: bool) -> tuple[Tensor | None, .
 
 
 def loss_params(entropy_coef: float) -> list[float]:
-    """ppo_kernels.reference.LossParams; kernels take them at run time, so that only entropy_coef == 0 matters."""
-    return [0.8, 1.2, 3.0, 20.0, entropy_coef, 0.1, 0.0, 10.0, 10.0, 0.2, 0.5, 1.0]
+    """Kernels take them at run time, so that only entropy_coef == 0 matters."""
+    return list(PPOLossConfig(entropy_coef=entropy_coef).params())
 
 
 def row_fused_loss(
     dtype: torch.dtype, vocab: int, entropy: bool = False, aligned: bool = True, rows: int = 16, optional: bool = False,
-    in_place: bool = False, always: bool = False,
+    in_place: bool = False, always: bool = False, per_row: bool = False, softcap: float = math.inf,
 ) -> None:  # fmt: skip
     """always: one visit, even if the vocabulary is one for which separate kernels are faster."""
     x, tokens = logits(dtype, vocab, aligned, rows)
     operator = triton_kernels.row_fused_ if in_place else triton_kernels.row_fused
     given = (*token_inputs(rows, optional, optional), loss_params(0.01 if entropy else 0.0))
     with mock.patch.object(launch, "one_visit_wins", return_value=True) if always else contextlib.nullcontext():
-        operator(x, tokens, 1.0, vocab, False, entropy, *given)
+        operator(x, tokens, *options(rows, vocab, per_row, softcap), entropy, *given)
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------

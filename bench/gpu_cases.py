@@ -4,6 +4,8 @@
     scores  logprobs_from_logits, forward and backward  split   ppo_loss of them: the vocabulary is read twice
     fused, fused_   fused_ppo_loss forward and backward, with a gradient of its own and in place of the logits
     token_loss   ppo_loss forward and backward          gae, whiten
+    linear, linear_low   fused_linear_ppo_loss forward and backward, and with memory="low"
+    linear_scores        logprobs_from_hidden without gradient
 
 gpu_cases.py --output FILE [--first I] [--deadline TIME] [--no-graph KINDS] [--only REGEX] [--dry]   JSON, one a line
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 VOCABULARY = ("stats", "fused_", "grad", "fused", "split", "grad_")
+LINEAR = ("linear", "linear_low", "linear_scores")
 GAE_SHAPES = ((512, 4096), (8, 65536), (64, 32768), (8192, 256), (65536, 64))
 RESTART_ME, SECONDS_PER_CASE = 4, 45
 DRY_FAULTS = {"hangs": lambda: time.sleep(600), "dies": lambda: os._exit(9), "spends": lambda: None}  # rehearsed
@@ -56,10 +59,11 @@ def cases(dry: bool, only: str = "") -> list[Case]:
 def _cases(dry: bool) -> list[Case]:
     if dry:
         shapes = [(4, 24, "bf16", 0.0, True), (6, 9, "fp32", 0.5, False)]
-        rows, vocab, steps, tokens, small = 6, 9, [(3, 8)], [32], (16, 8)
+        rows, vocab, steps, tokens, small, head = 6, 9, [(3, 8)], [32], (16, 8), (16, 40)
     else:
         shapes = [(8192, 151936, "bf16", 0.0, entropy) for entropy in (False, True)]
         rows, vocab, steps, tokens, small = 8192, 151936, GAE_SHAPES, [8192, 65536, 1 << 20], (65536, 8)
+        head = (rows, vocab)
     per_token = [Case("gae", *shape, masked=masked) for masked in (0.0, 0.5) for shape in steps]
     per_token += [
         Case(q, n, 1, masked=masked) for q in ("token_loss", "whiten") for n in tokens for masked in (0.0, 0.5)
@@ -68,12 +72,15 @@ def _cases(dry: bool) -> list[Case]:
     peers += [Case("fused", rows, vocab, "bf16", 0.0, False, contender) for contender in ("eager", "liger")]
     peers += [Case("scores", rows, vocab, "bf16", 0.0, False, contender) for contender in ("ours", "eager", "trl")]
     peers += [Case("fused", *small, "bf16", 0.0, True, contender) for contender in ("eager", "compile")]
+    linear = _linear(*head)
+    peers += [Case("linear", *head, "bf16", 0.0, False, contender) for contender in ("eager", "liger")]
     first = _vocabulary(shapes)
     if dry:
         hangs, dies, spends = (Case(fault, 1, 1) for fault in DRY_FAULTS)
-        return [*first, *per_token, hangs, dies, *_vocabulary([(*small, "bf16", 0.0, True)]), *peers, spends, first[0]]
+        rest = [*_vocabulary([(*small, "bf16", 0.0, True)]), *peers]
+        return [*first, *per_token, *linear, hangs, dies, *rest, spends, first[0]]
+    few = [(n, 151936, "bf16", 0.0, False) for n in (64, 256, 1024)]
     early = [
-        *((n, 151936, "bf16", 0.0, False) for n in (64, 256, 1024)),
         *((n, v, "bf16", 0.0, False) for v in (50257, 151643) for n in (8192, 256, 64)),
         (8192, 151936, "bf16", 0.5, False),
         *((65536, 8, dtype, 0.0, True) for dtype in ("bf16", "fp32")),
@@ -89,12 +96,21 @@ def _cases(dry: bool) -> list[Case]:
     )
     rest = [(n, v, dtype, masked, entropy) for masked, dtype, v, n in matrix for entropy in (False, True)]
     peers += [Case("fused", 256, vocab, "bf16", 0.0, True, contender) for contender in ("eager", "compile")]
-    ordered = [*first, *per_token[:2], *_vocabulary(early), *per_token[2:], *peers, *_vocabulary([*late, *rest])]
-    return list(dict.fromkeys(ordered))
+    odd = [Case("linear", rows, 151643, "bf16", contender=contender) for contender in ("ours", "products")]
+    ordered = [*first, *per_token[:2], *_vocabulary(few), *linear, *_vocabulary(early), *per_token[2:], *peers, *odd]
+    return list(dict.fromkeys([*ordered, *_vocabulary([*late, *rest])]))
 
 
 def _vocabulary(shapes: Iterable[Any]) -> list[Case]:
     return [Case(quantity, *shape) for shape in shapes for quantity in VOCABULARY]
+
+
+def _linear(rows: int, vocab: int) -> list[Case]:
+    """The contender called products: the matrix products alone, three or one."""
+    loss = [("linear", masked, contender) for masked in (0.0, 0.5) for contender in ("ours", "products")]
+    scores = [("linear_scores", 0.0, contender) for contender in ("ours", "products")]
+    chosen = [*loss, *scores, ("linear_low", 0.0, "ours")]
+    return [Case(q, rows, vocab, "bf16", masked, False, contender) for q, masked, contender in chosen]
 
 
 def measure(case: Case, timer: Any, capture: bool) -> dict[str, Any]:
@@ -146,7 +162,8 @@ def main() -> None:
             if time.time() > options.deadline or (i and listed[i - 1].quantity == "spends"):
                 tell(event="budget", case=i)
                 return
-            factor = 4.0 if case.contender == "compile" else 0.05 if case.quantity in DRY_FAULTS else 1.0
+            compiles = case.contender == "compile" or case.kind == "linear/liger"
+            factor = 4.0 if compiles else 0.05 if case.quantity in DRY_FAULTS else 1.0
             tell(event="begin", case=i, seconds=SECONDS_PER_CASE * factor)
             capture = case.kind not in options.no_graph.split(",")
             try:

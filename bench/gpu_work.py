@@ -6,11 +6,12 @@ Checks: float64 on all rows for log-probs, entropy and loss, on a sample of rows
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gpu_cases import Case
+from gpu_cases import LINEAR, Case
 from torch import Tensor
 
 from ppo_kernels import PPOLossConfig, fused_ppo_loss, gae, logprobs_from_logits, masked_whiten, ops, ppo_loss
@@ -122,6 +123,10 @@ def rows_of(rows: int, columns: int, dtype: str, masked: float, device: str) -> 
 def prepare(case: Case, device: str) -> Work:
     if case.quantity in PER_TOKEN:
         return PER_TOKEN[case.quantity](case, device)
+    if case.quantity in LINEAR:
+        from gpu_linear import linear_work
+
+        return linear_work(case, device)
     batch = rows_of(case.rows, case.columns, case.dtype, case.masked, device)
     if case.contender != "ours":
         from gpu_peers import peer_work
@@ -195,7 +200,7 @@ def vocabulary_work(case: Case, batch: Rows) -> Work:
 def row_grad_work(case: Case, batch: Rows) -> Work:
     logits, reset = in_place(batch) if case.quantity == "grad_" else (batch.logits, nothing)
     logits = logits.detach()
-    row = (batch.tokens, batch.mask, 1.0, case.columns, False)
+    row = (batch.tokens, batch.mask, 1.0, None, math.inf, case.columns, False)
     logprobs, _, *state = ops.row_stats(logits, *row, case.entropy)
     by_logprob, by_entropy = batch.upstream[0], batch.upstream[1] if case.entropy else None
 

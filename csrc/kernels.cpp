@@ -23,12 +23,21 @@ struct Rows {
     const int64_t* tokens;
     const uint8_t* valid;  // or nullptr
     int64_t dtype, outer, inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, columns, vocab;
-    double temperature;
+    double temperature;          // of all rows,
+    const double* temperatures;  // or of each; or nullptr
+    double softcap;              // infinite: none
 
+    // Out of PPOLossConfig's range: NaN, which the row's results then are. Python has checked the values if it could.
+    double temperature_of(int64_t n) const {
+        const double t = temperatures ? temperatures[n] : temperature;
+        return t >= 1e-30 && t <= 1e30 ? t : std::nan("");
+    }
     int64_t count() const { return outer * inner; }
     bool is_valid(int64_t n) const { return !valid || valid[n]; }
     int64_t outer_of(int64_t n) const { return outer == 1 ? 0 : n / inner; }
     int64_t token(int64_t n) const { return tokens[n + (outer_of(n) + 1) * shift]; }
+    bool known(int64_t token) const { return uint64_t(token) < uint64_t(vocab); }
+    int64_t target(int64_t n) const { return known(token(n)) ? token(n) : -1; }
     bool is_last(int64_t n) const { return n - outer_of(n) * inner == inner - 1; }
     template <class T>
     const T* row(int64_t n) const {
@@ -70,11 +79,12 @@ static Scratch thread_scratch(int64_t vocab) {
     return {exps.data(), block_max.data()};
 }
 
-template <bool KEEP, class T>
-static RowStats stats_of(const Rows& rows, int64_t n, bool entropy, Scratch scratch) {
+template <bool KEEP, class T, class CAP>
+static RowStats stats_of(const Rows& rows, const CAP& cap, int64_t n, bool entropy, Scratch scratch) {
     const T* x = rows.row<T>(n);
-    return entropy ? row_stats<true, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch)
-                   : row_stats<false, KEEP>(x, rows.vocab, rows.token(n), rows.temperature, scratch);
+    const double temperature = rows.temperature_of(n);
+    return entropy ? row_stats<true, KEEP>(x, rows.vocab, rows.token(n), temperature, cap, scratch)
+                   : row_stats<false, KEEP>(x, rows.vocab, rows.token(n), temperature, cap, scratch);
 }
 
 // Writes zeros where row n has no gradient: all of it, or its padding columns; and the row after it that scores nothing.
@@ -88,50 +98,60 @@ static void zero_fill(const Rows& rows, int64_t n, bool whole_row) {
     }
 }
 
-template <bool KEPT, class T>
-static void grad_of(const Rows& rows, int64_t n, const RowGrad& r, Scratch scratch) {
+template <bool KEPT, class T, class CAP>
+static void grad_of(const Rows& rows, const CAP& cap, int64_t n, const RowGrad& r, Scratch scratch) {
     const bool zero = !rows.is_valid(n) || (r.c == 0 && r.e == 0);
-    if (!zero) row_grad<KEPT>(rows.row<T>(n), rows.vocab, rows.token(n), rows.temperature, r, scratch, rows.grad_row<T>(n));
+    const double temperature = rows.temperature_of(n);
+    if (!zero) row_grad<KEPT>(rows.row<T>(n), rows.vocab, rows.target(n), temperature, cap, r, scratch, rows.grad_row<T>(n));
     zero_fill<T>(rows, n, zero);
 }
 
 // Fills one group of small rows; lanes whose row is not valid (or beyond `end`) stay idle.
-template <class T>
-static void gather(const Rows& rows, int64_t begin, int64_t end, SmallRows<T>& small) {
+template <class T, class CAP>
+static void gather(const Rows& rows, int64_t begin, int64_t end, SmallRows<T, CAP>& small) {
     for (int l = 0; l < LANES; ++l) {
         const int64_t n = begin + l;
         const bool live = n < end && rows.is_valid(n);
         small.x[l] = live ? rows.row<T>(n) : nullptr;
         small.grad[l] = live && rows.grad ? rows.grad_row<T>(n) : nullptr;
-        small.target[l] = live ? rows.token(n) : 0;
+        small.target[l] = live ? rows.target(n) : 0;
     }
+    if (!rows.temperatures) return;
+    for (int l = 0; l < LANES; ++l) small.set_temperature(l, small.x[l] ? rows.temperature_of(begin + l) : 1);
+}
+
+template <class T, class CAP>
+static SmallRows<T, CAP> small_rows(const Rows& rows, const CAP& cap) {
+    SmallRows<T, CAP> small(cap);
+    for (int l = 0; l < LANES; ++l) small.set_temperature(l, rows.temperature);
+    return small;
 }
 
 constexpr RowStats NOT_VALID{0, 0, 0, 1, 0};
 
-template <class T>
-static void stats_task(const Rows& rows, int64_t begin, int64_t end, const RowOutputs& out) {
+template <class T, class CAP>
+static void stats_task(const Rows& rows, const CAP& cap, int64_t begin, int64_t end, const RowOutputs& out) {
     if (rows.vocab > SMALL) {
         for (int64_t n = begin; n < end; ++n)
-            out.put(n, rows.is_valid(n) ? stats_of<false, T>(rows, n, out.entropy, {}) : NOT_VALID);
+            out.put(n, rows.is_valid(n) ? stats_of<false, T>(rows, cap, n, out.entropy, {}) : NOT_VALID);
         return;
     }
-    SmallRows<T> small;
+    auto small = small_rows<T>(rows, cap);
     RowStats stats[LANES];
     for (int64_t first = begin; first < end; first += LANES) {
         gather(rows, first, end, small);
-        small.stats(int(rows.vocab), rows.temperature, stats);
+        small.stats(int(rows.vocab), stats);
         for (int l = 0; l < LANES && first + l < end; ++l) out.put(first + l, small.x[l] ? stats[l] : NOT_VALID);
     }
 }
 
-template <class T>
-static void grad_task(const Rows& rows, int64_t begin, int64_t end, const RowInputs& in) {
+template <class T, class CAP>
+static void grad_task(const Rows& rows, const CAP& cap, int64_t begin, int64_t end, const RowInputs& in) {
     if (rows.vocab > SMALL) {
-        for (int64_t n = begin; n < end; ++n) grad_of<false, T>(rows, n, in.at(n), {});
+        for (int64_t n = begin; n < end; ++n) grad_of<false, T>(rows, cap, n, in.at(n), {});
         return;
     }
-    SmallRows<T> small;
+    auto small = small_rows<T>(rows, cap);
     RowGrad grads[LANES] = {};
     float max[LANES] = {};
     for (int64_t first = begin; first < end; first += LANES) {
@@ -141,14 +161,15 @@ static void grad_task(const Rows& rows, int64_t begin, int64_t end, const RowInp
             if (grads[l].c == 0 && grads[l].e == 0) small.x[l] = nullptr;
         }
         small.read(int(rows.vocab));
-        small.exps(int(rows.vocab), float(LOG2E / rows.temperature), max);
-        small.gradient(int(rows.vocab), rows.temperature, grads);
+        small.exps(int(rows.vocab), max);
+        small.gradient(int(rows.vocab), grads);
         for (int l = 0; l < LANES && first + l < end; ++l) zero_fill<T>(rows, first + l, !small.x[l]);
     }
 }
 
-template <class T>
-static void fused_task(const Rows& rows, int64_t begin, int64_t end, const Tokens& tokens, const RowOutputs& out, Sums& sums) {
+template <class T, class CAP>
+static void fused_task(
+    const Rows& rows, const CAP& cap, int64_t begin, int64_t end, const Tokens& tokens, const RowOutputs& out, Sums& sums) {
     auto loss = [&](int64_t n, const RowStats& r) -> RowGrad {
         Coefficients c = token_loss(tokens, n, r.logprob, r.entropy, sums);
         value_loss(tokens, n, sums);
@@ -159,41 +180,44 @@ static void fused_task(const Rows& rows, int64_t begin, int64_t end, const Token
     if (rows.vocab > SMALL) {
         const Scratch scratch = thread_scratch(rows.vocab);
         for (int64_t n = begin; n < end; ++n) {
-            RowGrad r = loss(n, rows.is_valid(n) ? stats_of<true, T>(rows, n, out.entropy, scratch) : NOT_VALID);
-            grad_of<true, T>(rows, n, r, scratch);
+            RowGrad r = loss(n, rows.is_valid(n) ? stats_of<true, T>(rows, cap, n, out.entropy, scratch) : NOT_VALID);
+            grad_of<true, T>(rows, cap, n, r, scratch);
         }
         return;
     }
-    SmallRows<T> small;
+    auto small = small_rows<T>(rows, cap);
     RowStats stats[LANES];
     RowGrad grads[LANES] = {};
     for (int64_t first = begin; first < end; first += LANES) {
         gather(rows, first, end, small);
-        small.stats(int(rows.vocab), rows.temperature, stats);
+        small.stats(int(rows.vocab), stats);
         for (int l = 0; l < LANES && first + l < end; ++l) {
             grads[l] = loss(first + l, small.x[l] ? stats[l] : NOT_VALID);
             if (grads[l].c == 0 && grads[l].e == 0) small.x[l] = nullptr;
         }
-        small.gradient(int(rows.vocab), rows.temperature, grads);
+        small.gradient(int(rows.vocab), grads);
         for (int l = 0; l < LANES && first + l < end; ++l) zero_fill<T>(rows, first + l, !small.x[l]);
     }
 }
 
-// Splits N rows into tasks and calls f(T{}, task, begin, end) with T the logits' element type.
+// Splits N rows into tasks and calls f(T{}, softcap, task, begin, end) with T the logits' element type.
 template <class F>
 static void for_rows(const Rows& rows, int threads, const F& f) {
     const int64_t n = rows.count(), step = rows_per_task(rows.vocab);
     parallel((n + step - 1) / step, threads, [&](int64_t task) {
         const int64_t begin = task * step, end = std::min(n, begin + step);
-        switch (rows.dtype) {
-            case F32: f(float{}, task, begin, end); break;
-            case BF16: f(bf16{}, task, begin, end); break;
-            default: f(f16{}, task, begin, end); break;
-        }
+        auto run = [&](const auto& cap) {
+            switch (rows.dtype) {
+                case F32: f(float{}, cap, task, begin, end); break;
+                case BF16: f(bf16{}, cap, task, begin, end); break;
+                default: f(f16{}, cap, task, begin, end); break;
+            }
+        };
+        std::isinf(rows.softcap) ? run(NoSoftcap{}) : run(Softcap(rows.softcap));
     });
 }
 
-API int ppk_abi_version() { return 5; }
+API int ppk_abi_version() { return 6; }
 API const char* ppk_level() { return PPK_LEVEL; }
 
 // Whether this CPU runs `level`; asked of the build for the lowest level.
@@ -221,21 +245,21 @@ static void expect_new_gradient(const Rows& rows) {  // a new gradient is contig
 // The first valid row whose token is outside the vocabulary, or -1.
 API int64_t ppk_first_bad_token(const Rows* rows) {
     for (int64_t n = 0; n < rows->count(); ++n) {
-        if (rows->is_valid(n) && uint64_t(rows->token(n)) >= uint64_t(rows->vocab)) return n;
+        if (rows->is_valid(n) && !rows->known(rows->token(n))) return n;
     }
     return -1;
 }
 
 API void ppk_row_stats(const Rows* rows, const RowOutputs* out, int threads) {
-    for_rows(*rows, threads, [&](auto type, int64_t, int64_t begin, int64_t end) {
-        stats_task<decltype(type)>(*rows, begin, end, *out);
+    for_rows(*rows, threads, [&](auto type, const auto& cap, int64_t, int64_t begin, int64_t end) {
+        stats_task<decltype(type)>(*rows, cap, begin, end, *out);
     });
 }
 
 API void ppk_row_grad(const Rows* rows, const RowInputs* in, int threads) {
     expect_new_gradient(*rows);
-    for_rows(*rows, threads, [&](auto type, int64_t, int64_t begin, int64_t end) {
-        grad_task<decltype(type)>(*rows, begin, end, *in);
+    for_rows(*rows, threads, [&](auto type, const auto& cap, int64_t, int64_t begin, int64_t end) {
+        grad_task<decltype(type)>(*rows, cap, begin, end, *in);
     });
 }
 
@@ -250,8 +274,8 @@ API void ppk_row_fused(const Rows* rows, const Tokens* tokens, const RowOutputs*
     const int64_t step = rows_per_task(rows->vocab);
     std::vector<Sums> parts(size_t((rows->count() + step - 1) / step));
     expect_new_gradient(*rows);
-    for_rows(*rows, threads, [&](auto type, int64_t task, int64_t begin, int64_t end) {
-        fused_task<decltype(type)>(*rows, begin, end, *tokens, *out, parts[size_t(task)]);
+    for_rows(*rows, threads, [&](auto type, const auto& cap, int64_t task, int64_t begin, int64_t end) {
+        fused_task<decltype(type)>(*rows, cap, begin, end, *tokens, *out, parts[size_t(task)]);
     });
     reduce(parts, tokens->params, terms, metrics);
 }

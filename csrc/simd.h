@@ -70,6 +70,24 @@ static inline vf exp2_product(vf d, vf k) {
     return p * (vf)((vu)shifted << 23);
 }
 
+// 2^u and 2^u - 1 for u = d * (k + k_low) <= 0, each to about an ulp of itself; u is held where 2^u is exactly 0. NaN for NaN.
+struct Power {
+    vf value, less_one;
+};
+
+static inline Power power_of_two(vf d, float k, float k_low) {
+    const vf magic = splat(12582912.0f + 127.0f);  // as in exp2_product
+    d = max_nan_b(splat(-127.0f / k), d);
+    vf shifted = fma(d, splat(k), magic);
+    vf f = fma(d, splat(k_low), fma(d, splat(k), magic - shifted));
+    vf scale = (vf)((vu)shifted << 23);
+    const float ln2_over_factorial[] = {0.693147181f, 0.240226507f, 5.55041087e-2f, 9.61812911e-3f, 1.33335581e-3f, 1.54035304e-4f};
+    vf p = splat(1.52527338e-5f);
+    for (int i = 5; i >= 0; --i) p = fma(p, f, splat(ln2_over_factorial[i]));
+    p = p * f;  // 2^f - 1
+    return {fma(scale, p, scale), fma(scale, p, scale - 1.0f)};
+}
+
 // e^x for x <= 0, flushed to 0 below 2^-126; NaN for NaN.
 static inline vf exp_nonpositive(vf x) { return exp2_product(max_nan_b(splat(-88.02969f), x), splat(1.44269504f)); }
 

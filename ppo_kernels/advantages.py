@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppo_kernels import checks, ops
-from ppo_kernels.config import KL_ESTIMATORS, PPOLossConfig
-from ppo_kernels.reference import accumulate_dtype, kl_estimate
+from ppo_kernels import checks, ops, reference
+from ppo_kernels.config import PPOLossConfig
+from ppo_kernels.loss_terms import kl_estimate
+from ppo_kernels.reference import WHITEN_EPS_ON, accumulate_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,6 +128,8 @@ def shape_rewards(
     clip: float | None = None,
     missing_eos_penalty: float | None = None,
     has_eos: Tensor | None = None,
+    kl_input_clamp: float | None = None,
+    kl_output_clamp: float | None = None,
 ) -> Tensor:
     """Per-token rewards [B, T]: -kl_coef * KL(policy, reference) at each valid token, and the score at the end.
 
@@ -138,6 +141,7 @@ def shape_rewards(
             last valid token when there is none. A row without a valid token gets nothing.
         clip: scores are clamped to +-clip first.
         missing_eos_penalty: taken off the score where has_eos [B] is false.
+        kl_input_clamp, kl_output_clamp: clamp the difference of the log-probs, or the estimate, to +-this (nats).
 
     Returns: fp32 [B, T]; 0 at masked tokens (but for placement="after_last").
     """
@@ -148,8 +152,7 @@ def shape_rewards(
     ref_logprobs = checks.floating("ref_logprobs", ref_logprobs, scores, logprobs.shape)
     checks.matching("scores", scores, None, logprobs.shape[:1])
     valid = checks.mask("mask", checks.tensor("mask", mask), scores, logprobs.shape)
-    if kl_estimator not in KL_ESTIMATORS:
-        raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {kl_estimator!r}")
+    kl = PPOLossConfig(kl_estimator=kl_estimator, kl_input_clamp=kl_input_clamp, kl_output_clamp=kl_output_clamp)
     if placement not in PLACEMENTS:
         raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
     kl_coef = checks.non_negative("kl_coef", kl_coef)
@@ -162,7 +165,8 @@ def shape_rewards(
     assert valid is not None
     dtype = accumulate_dtype(logprobs.dtype)
     log_ratio = torch.where(valid, logprobs.to(dtype) - ref_logprobs.to(dtype), 0.0)
-    rewards = -kl_coef * kl_estimate(log_ratio, PPOLossConfig(kl_estimator=kl_estimator).params())[0]
+    cap = kl.params().kl_output_clamp
+    rewards = -kl_coef * kl_estimate(log_ratio, kl.params())[0].clamp(-cap, cap)
     scores = scores.to(dtype)
     if clip is not None:
         scores = scores.clamp(-clip, clip)
@@ -187,18 +191,26 @@ def masked_whiten(
     unbiased: bool = False,
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
+    eps_on: str = "var",
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over valid elements, 0 at masked ones; two passes in float64.
+    """(x - mean) / deviation over valid elements, 0 at masked ones; two passes in float64.
 
     x: any shape, floating; mask: same shape, bool, integer or float 0/1. shift_mean=False puts the mean back (rewards).
     unbiased: divide the variance by n - 1 (TRL, verl) instead of n. No or one valid element, or all equal: finite.
+    eps_on: "var": the deviation is sqrt(variance + eps) (TRL, verl, NeMo-RL); "std": sqrt(variance) + eps (CleanRL,
+    rsl_rl, AReaL); "clamp": sqrt(max(variance, eps)) (OpenRLHF).
+    process_group: mean and variance are those of all its ranks' valid elements (two collectives of two numbers; every
+    rank takes part, also one without a valid element).
     Returns fp32 (fp64 for fp64 x).
     """
-    checks.not_yet(process_group=process_group)
     x = checks.floating("x", x)
     eps = checks.non_negative("eps", eps)
     valid = checks.mask("mask", mask, x, x.shape)
-    result: Tensor = ops.whiten(x, valid, shift_mean, unbiased, eps)
+    if eps_on not in WHITEN_EPS_ON:
+        raise ValueError(f"eps_on must be one of {', '.join(WHITEN_EPS_ON)}, got {eps_on!r}")
+    if process_group is not None:
+        return reference.whiten(x, valid, shift_mean, unbiased, eps, eps_on, checks.summing(process_group))
+    result: Tensor = ops.whiten(x, valid, shift_mean, unbiased, eps, eps_on)
     return result
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ppo_kernels.pieces import Shard
 
 
 def plain(name: str, x: Any) -> Tensor:
@@ -43,9 +48,12 @@ def matching(name: str, x: Tensor, like: Tensor | None, shape: Sequence[int] | N
 
 def eager_cpu(x: Tensor) -> bool:
     """Whether values may be looked at: nowhere else without a device synchronisation or a graph break."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return type(x.new_empty(0)).__name__ != "FakeTensor"  # under FakeTensorMode results are fake even if x is not
+    return x.device.type == "cpu" and not traced(x)
+
+
+def traced(x: Tensor) -> bool:
+    """Whether there are no values: under torch.compile, or FakeTensorMode, whose results are fake even if x is not."""
+    return torch.compiler.is_compiling() or type(x.new_empty(0)).__name__ == "FakeTensor"
 
 
 def mask(name: str, x: object, like: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -63,25 +71,48 @@ def mask(name: str, x: object, like: Tensor, shape: Sequence[int]) -> Tensor | N
 
 
 def logits_and_tokens(
-    logits: object, tokens: object, shift: bool, vocab_size: int | None
+    logits: object, tokens: object, shift: bool, vocab_size: int | None, shard: Shard | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """(logits, tokens, number of columns that exist)."""
-    logits, tokens = floating("logits", logits), tensor("tokens", tokens)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
+    """(logits, tokens, number of columns that exist, of all ranks' if the logits are a shard)."""
+    logits = floating("logits", logits)
+    if logits.dim() == 0 or (logits.shape[-1] == 0 and shard is None):
         raise ValueError(f"logits has shape {list(logits.shape)}, expected [..., V] with V >= 1")
+    tokens = token_ids(tokens, logits, logits.shape[:-1], shift)
+    width = logits.shape[-1] if shard is None else shard.all_columns
+    return logits, tokens, existing_columns(vocab_size, width, "the logits' last axis")
+
+
+def token_ids(tokens: object, like: Tensor, shape: Sequence[int], shift: bool) -> Tensor:
+    tokens = tensor("tokens", tokens)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"tokens must be an integer tensor, got {tokens.dtype}")
-    matching("tokens", tokens, logits, logits.shape[:-1])
+    matching("tokens", tokens, like, shape)
     if shift and (tokens.dim() == 0 or tokens.shape[-1] == 0):
         raise ValueError(f"tokens has shape {list(tokens.shape)}, but shift=True needs a sequence of at least 1 token")
-    columns = logits.shape[-1] if vocab_size is None else vocab_size
+    return tokens
+
+
+def existing_columns(vocab_size: int | None, width: int, what: str) -> int:
+    """vocab_size, or all `width` columns."""
+    columns = width if vocab_size is None else vocab_size
     if isinstance(columns, bool) or not isinstance(columns, (int, torch.SymInt)):
         raise TypeError(f"vocab_size must be an int or None, got {vocab_size!r}")
-    if not 1 <= columns <= logits.shape[-1]:
+    if not 1 <= columns <= width:
+        raise ValueError(f"vocab_size is {vocab_size}, expected 1 <= vocab_size <= {width}, {what}")
+    return columns
+
+
+def writable(logits: Tensor) -> None:
+    """ValueError unless a gradient can be written over the logits: no element twice, the last axis dense."""
+    extent, overlap = 1, False
+    for stride, size in sorted((stride, size) for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+        if size > 1:
+            overlap |= stride < extent
+            extent += stride * (size - 1)
+    if overlap or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
         raise ValueError(
-            f"vocab_size is {vocab_size}, expected 1 <= vocab_size <= {logits.shape[-1]}, the logits' last axis"
+            f"logits has strides {logits.stride()}, expected a dense last axis and no overlap for inplace_grad"
         )
-    return logits, tokens, columns
 
 
 def number(name: str, x: object, low: float, high: float, rule: str) -> float:
@@ -115,8 +146,22 @@ def cu_seqlens(x: object, like: Tensor, length: int) -> Tensor:
     return x.to(torch.int64)
 
 
-def not_yet(**options: object) -> None:
-    """NotImplementedError naming the first option that is given but not supported."""
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet")
+def group(process_group: object) -> ProcessGroup:
+    import torch.distributed as dist
+
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    return process_group
+
+
+def summing(process_group: object) -> Callable[[Tensor], Tensor]:
+    """A function that adds a tensor up over the ranks of the group."""
+    import torch.distributed as dist
+
+    group(process_group)
+
+    def add(x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=process_group)
+        return x
+
+    return add

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ppo_kernels import checks
-from ppo_kernels.autograd import FusedLoss, RowOptions, RowStats, TokenLoss
-from ppo_kernels.batch import Batch
+from ppo_kernels import checks, parallel
+from ppo_kernels.autograd import FusedLoss, RowStats
+from ppo_kernels.batch import Batch, Given, prepare
 from ppo_kernels.config import PPOLossConfig
-from ppo_kernels.logprobs import scored_shape
-from ppo_kernels.metrics import PPOMetrics
-from ppo_kernels.reference import TokenInputs
+from ppo_kernels.output import DEFAULT, PPOLossOutput, checked_config, decomposes, loss_of_logprobs, output
+from ppo_kernels.reference import accumulate_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-DEFAULT = PPOLossConfig()
-
-
-class PPOLossOutput(NamedTuple):
-    """loss = policy_loss - entropy_coef * entropy + kl_coef * kl + vf_coef * value_loss, each aggregated and scaled.
-
-    loss: differentiable scalar, fp32 (fp64 for fp64 inputs). logprobs, entropy: per token, detached, 0 where masked;
-    entropy is None when it was not computed. policy_loss, value_loss, kl: detached scalars (0 without values, without
-    ref_logprobs).
-    """
-
-    loss: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
-    policy_loss: Tensor
-    value_loss: Tensor
-    kl: Tensor
-    metrics: PPOMetrics
 
 
 def fused_ppo_loss(
@@ -59,6 +39,8 @@ def fused_ppo_loss(
     shift: bool = False,
     inplace_grad: bool = False,
     process_group: ProcessGroup | None = None,
+    rollout_is_weights: Tensor | None = None,
+    temperature: float | Tensor | None = None,
 ) -> PPOLossOutput:
     """The PPO loss of a batch straight from logits; the softmax is never stored.
 
@@ -76,6 +58,7 @@ def fused_ppo_loss(
             returns come together; config.value_clip needs old_values.
         value_mask: [...]; default: mask.
         ref_logprobs: [...], log-probs under the reference policy; config.kl_coef needs them.
+        rollout_logprobs: [...], log-probs under the engine that sampled the tokens, for config.rollout_is_*.
         token_weights: [...], multiplies each token's policy, KL and entropy loss, not the denominator.
         cu_seqlens: [B + 1] int32, for packed tokens [N]: sequence i is [cu_seqlens[i], cu_seqlens[i+1]).
         normalizer: the count to divide by instead of this batch's: valid tokens for "token-mean", sequences for the
@@ -87,6 +70,10 @@ def fused_ppo_loss(
         inplace_grad: write the gradient over the logits: no memory for it. Another use of the logits in the same graph
             raises autograd's error; so does a second backward. Under torch.compile an ordinary gradient is made
             instead.
+        rollout_is_weights: [...], or one per sequence like advantages: weights >= 0 of the policy loss, instead of
+            those that rollout_logprobs give.
+        process_group: the vocabulary is spread over its ranks, see logprobs_from_logits.
+        temperature: instead of config.temperature, also a tensor: one per scored token [...], or one per sequence.
 
     Gradients reach logits and values only, once differentiable; all else is constant. No token valid: loss 0, zero
     gradients. bf16 and fp32 gradients are computed in forward; fp16 ones in backward, after the loss scaler's factor
@@ -94,39 +81,46 @@ def fused_ppo_loss(
 
     Raises:
         TypeError, ValueError, IndexError (a token outside the vocabulary, on a CPU) before any computation.
-        NotImplementedError for options of the signature that are not supported yet: rollout_logprobs, process_group.
     """
-    checks.not_yet(process_group=process_group, rollout_logprobs=rollout_logprobs)
-    config = _config(config)
-    logits, tokens, columns = checks.logits_and_tokens(logits, tokens, shift, config.vocab_size)
+    config = checked_config(config)
+    logits, shard = parallel.of_logits(logits, process_group)
+    logits, tokens, columns = checks.logits_and_tokens(logits, tokens, shift, config.vocab_size, shard)
     if inplace_grad:
-        _check_inplace(logits)
-    shape = scored_shape(tokens, shift)
-    batch = Batch(shape, logits, config, mask, cu_seqlens, shift)
-    inputs = batch.inputs(
-        old_logprobs,
-        advantages,
-        ref_logprobs,
-        token_weights,
-        values,
-        old_values,
-        returns,
-        value_mask,
-        normalizer,
-        loss_scale,
+        checks.writable(logits)
+    batch, given, options = prepare(
+        logits,
+        tokens,
+        columns,
+        Given(
+            old_logprobs,
+            advantages,
+            ref_logprobs,
+            rollout_logprobs,
+            rollout_is_weights,
+            token_weights,
+            values,
+            old_values,
+            returns,
+            value_mask,
+            normalizer,
+            loss_scale,
+        ),
+        config=config,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        shift=shift,
+        temperature=temperature,
     )
-    options = RowOptions(config.temperature, columns, bool(shift), config.return_entropy)
-    params = list(config.params())
     compiling = torch.compiler.is_compiling()
-    if logits.requires_grad and torch.is_grad_enabled() and not compiling and logits.dtype != torch.float16:
+    one_visit = logits.requires_grad and torch.is_grad_enabled() and not compiling and logits.dtype != torch.float16
+    if one_visit and shard is None and decomposes(config) and not batch.waits_for_logprobs(given):
+        inputs, params = batch.inputs(given), list(config.params())
         loss, terms, metrics, logprobs, entropy = FusedLoss.apply(
             logits, inputs.values, tokens, inputs, params, options, inplace_grad
         )
-    else:
-        logprobs, entropy = RowStats.apply(logits, tokens, inputs.valid, options, inplace_grad and not compiling)
-        given = entropy if config.return_entropy else None
-        loss, terms, metrics = TokenLoss.apply(logprobs, given, inputs.values, inputs, params)
-    return _output(batch, inputs, loss, terms, metrics, logprobs, entropy if config.return_entropy else None)
+        return output(batch, inputs, loss, terms, metrics, logprobs, entropy if config.return_entropy else None)
+    logprobs, entropy = RowStats.apply(logits, tokens, batch.valid, options, inplace_grad and not compiling, shard)
+    return loss_of_logprobs(batch, given, logprobs, entropy if config.return_entropy else None)
 
 
 def ppo_loss(
@@ -148,14 +142,16 @@ def ppo_loss(
     normalizer: float | Tensor | None = None,
     loss_scale: float | Tensor = 1.0,
     process_group: ProcessGroup | None = None,
+    rollout_is_weights: Tensor | None = None,
 ) -> PPOLossOutput:
     """The same loss from log-probs [...] (and entropy [...], nats) that the caller has, in any floating dtype.
 
-    Differentiable in logprobs, entropy and values. All other arguments as in fused_ppo_loss. config.temperature and
-    config.vocab_size concern logits and are not used; config.entropy_coef needs entropy.
+    Differentiable in logprobs, entropy and values. All other arguments as in fused_ppo_loss. The options of
+    config that concern logits are not used, nor is process_group; config.entropy_coef needs entropy.
     """
-    checks.not_yet(process_group=process_group, rollout_logprobs=rollout_logprobs)
-    config = _config(config)
+    if process_group is not None:
+        checks.group(process_group)
+    config = checked_config(config)
     logprobs = checks.floating("logprobs", logprobs)
     shape = logprobs.shape
     if entropy is not None:
@@ -163,62 +159,47 @@ def ppo_loss(
     elif config.entropy_coef != 0:
         raise ValueError(f"entropy is None, but config.entropy_coef={config.entropy_coef} needs it")
     batch = Batch(shape, logprobs, config, mask, cu_seqlens, shift=False)
-    inputs = batch.inputs(
-        old_logprobs,
-        advantages,
-        ref_logprobs,
-        token_weights,
-        values,
-        old_values,
-        returns,
-        value_mask,
-        normalizer,
-        loss_scale,
-    )
-    flat, flat_entropy = batch.flat(logprobs), None if entropy is None else batch.flat(entropy)
-    loss, terms, metrics = TokenLoss.apply(flat, flat_entropy, inputs.values, inputs, list(config.params()))
-    detached = batch.masked(flat), None if flat_entropy is None else batch.masked(flat_entropy)
-    return _output(batch, inputs, loss, terms, metrics, *detached)
-
-
-def _output(
-    batch: Batch,
-    inputs: TokenInputs,
-    loss: Tensor,
-    terms: Tensor,
-    metrics: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-) -> PPOLossOutput:
-    _, policy, value, kl = terms.unbind()
-    absent: tuple[str, ...] = ()
-    absent += ("entropy",) if entropy is None else ()
-    absent += ("ref_kl",) if inputs.ref_logprobs is None else ()
-    absent += ("value_tokens", "value_clip_fraction") if inputs.values is None else ()
-    return PPOLossOutput(
-        loss=loss,
-        logprobs=logprobs.detach().view(batch.shape),
-        entropy=None if entropy is None else entropy.detach().view(batch.shape),
-        policy_loss=policy,
-        value_loss=value,
-        kl=kl,
-        metrics=PPOMetrics(metrics, absent),
-    )
-
-
-def _config(config: object) -> PPOLossConfig:
-    if not isinstance(config, PPOLossConfig):
-        raise TypeError(f"config must be a PPOLossConfig, got {type(config).__name__}")
-    return config
-
-
-def _check_inplace(logits: Tensor) -> None:
-    extent, overlap = 1, False
-    for stride, size in sorted((stride, size) for size, stride in zip(logits.shape, logits.stride(), strict=True)):
-        if size > 1:
-            overlap |= stride < extent
-            extent += stride * (size - 1)
-    if overlap or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
-        raise ValueError(
-            f"logits has strides {logits.stride()}, expected a dense last axis and no overlap for inplace_grad"
+    given = batch.check(
+        Given(
+            old_logprobs,
+            advantages,
+            ref_logprobs,
+            rollout_logprobs,
+            rollout_is_weights,
+            token_weights,
+            values,
+            old_values,
+            returns,
+            value_mask,
+            normalizer,
+            loss_scale,
         )
+    )
+    flat = [None if x is None else x.reshape(-1).to(accumulate_dtype(logprobs.dtype)) for x in (logprobs, entropy)]
+    assert flat[0] is not None
+    return loss_of_logprobs(batch, given, flat[0], flat[1])
+
+
+def ppo_value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_values: Tensor | None = None,
+    config: PPOLossConfig = DEFAULT,
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    loss_scale: float | Tensor = 1.0,
+) -> PPOLossOutput:
+    """The value term alone, for a critic that is optimised apart: loss = config.vf_coef * value_loss.
+
+    values, returns, old_values: [...]; the arguments, their errors and the output are those of ppo_loss.
+    """
+    values = checks.floating("values", values)
+    batch = Batch(values.shape, values, checked_config(config), mask, cu_seqlens, shift=False)
+    nothing = torch.zeros_like(values, requires_grad=False)
+    ref_logprobs = nothing if config.kl_coef != 0 else None
+    given = Given(
+        None, nothing, ref_logprobs, None, None, None, values, old_values, returns, None, normalizer, loss_scale
+    )
+    return loss_of_logprobs(batch, batch.check(given), batch.flat(nothing), None)

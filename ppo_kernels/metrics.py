@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ppo_kernels import checks
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -49,10 +51,17 @@ class PPOMetrics:
         """Metrics over all ranks of `group` (two collectives); returns new metrics, leaves these as they are."""
         import torch.distributed as dist
 
+        if group is not None:
+            checks.group(group)
         sums, maxima = self.packed[: len(SUMS)].clone(), self.packed[len(SUMS) :].clone()
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         return PPOMetrics(torch.cat([sums, maxima]), self.absent)
+
+    def mean(self, name: str) -> Tensor:
+        """The mean of one of SUMS over the valid tokens (or values), 0-dim on the device: no synchronisation."""
+        count = "value_tokens" if name == "value_clip_fraction" else "tokens"
+        return self.packed[SUMS.index(name)] / self.packed[SUMS.index(count)].clamp(min=1)
 
     def compute(self) -> dict[str, float]:
         """Means over valid tokens as Python floats (one device synchronisation). All 0 when no token is valid.

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import warnings
+from collections.abc import Sequence
 from ctypes import Structure, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_kernels.config import LossParams
 from ppo_kernels.metrics import NAMES
 from ppo_kernels.reference import raise_bad_token
 from ppo_kernels.strides import in_place, two_strides
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LEVELS = ("v4", "v3", "v2", "neon", "generic")  # best first; not all are built on one machine
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_MODES = {"skip": 0, "zero": 1, "dense": 2}
@@ -33,6 +35,8 @@ class _Rows(Structure):
         *((name, c_int64) for name in ("dtype", "outer", "inner", "shift", "stride_outer", "stride_inner")),
         *((name, c_int64) for name in ("grad_stride_outer", "grad_stride_inner", "columns", "vocab")),
         ("temperature", c_double),
+        ("temperatures", c_void_p),
+        ("softcap", c_double),
     ]
 
 
@@ -52,7 +56,7 @@ class _Tokens(Structure):
     _fields_ = [
         ("n", c_int64),
         *((name, c_void_p) for name in _TOKEN_INPUTS + _VALUE_INPUTS),
-        ("params", c_float * 12),
+        ("params", c_float * len(LossParams._fields)),
         *((name, c_void_p) for name in ("grad_logprobs", "grad_entropy", "grad_values")),
     ]
 
@@ -156,26 +160,29 @@ class _Call:
         logits: Tensor,
         tokens: Tensor,
         valid: Tensor | None,
-        temperature: float,
-        vocab_size: int,
-        shift: bool,
+        options: Sequence[Any],
         grad: Tensor | None = None,
     ) -> None:
+        temperature, row_temperature, softcap, vocab_size, shift = options
         logits, outer, stride_outer, stride_inner = two_strides(logits)
         inner = (logits.shape[-2] if logits.dim() > 1 else 1) - shift
         tokens, valid = tokens.to(torch.int64).contiguous(), _flat(valid, torch.bool)
+        row_temperature = _flat(row_temperature, torch.float64)
         grad_strides = (0, 0) if grad is None else two_strides(grad)[2:]
         self.n = outer * inner
-        self.keep = (logits, tokens, valid, grad)
+        self.keep = (logits, tokens, valid, grad, row_temperature)
         self.struct = _Rows(
             *(_pointer(x) for x in (logits, grad, tokens, valid)),
             *(DTYPES[logits.dtype], outer, inner, int(shift), stride_outer, stride_inner),
-            *(*grad_strides, logits.shape[-1], vocab_size, temperature),
+            *(*grad_strides, logits.shape[-1], vocab_size),
+            *(temperature, _pointer(row_temperature), softcap),
         )
+
+    def check_tokens(self) -> None:
         bad = library().ppk_first_bad_token(byref(self.struct))
         if bad >= 0:
-            scored = tokens[..., 1:] if shift else tokens
-            raise_bad_token(scored.reshape(-1), bad, vocab_size)
+            tokens, shift = self.keep[1], self.struct.shift
+            raise_bad_token((tokens[..., 1:] if shift else tokens).reshape(-1), bad, self.struct.vocab)
 
     def outputs(self, like: Tensor, want_entropy: bool) -> tuple[list[Tensor], _RowOutputs]:
         extra = self.n if want_entropy else 0
@@ -189,12 +196,15 @@ def row_stats(
     tokens: Tensor,
     valid: Tensor | None,
     temperature: float,
+    row_temperature: Tensor | None,
+    softcap: float,
     vocab_size: int,
     shift: bool,
     want_entropy: bool,
 ) -> tuple[Tensor, ...]:
     """See ops.py; the same holds for all functions below."""
-    call = _Call(logits, tokens, valid, temperature, vocab_size, shift)
+    call = _Call(logits, tokens, valid, (temperature, row_temperature, softcap, vocab_size, shift))
+    call.check_tokens()
     out, pointers = call.outputs(logits, want_entropy)
     library().ppk_row_stats(byref(call.struct), byref(pointers), torch.get_num_threads())
     return tuple(out)
@@ -210,17 +220,9 @@ def row_grad_(logits: Tensor, *args: Any) -> None:
     in_place(_row_grad_into, logits, *args)
 
 
-def _row_grad_into(
-    grad: Tensor,
-    logits: Tensor,
-    tokens: Tensor,
-    valid: Tensor | None,
-    temperature: float,
-    vocab_size: int,
-    shift: bool,
-    *coefficients: Tensor | None,
-) -> None:
-    call = _Call(logits, tokens, valid, temperature, vocab_size, shift, grad)
+def _row_grad_into(grad: Tensor, logits: Tensor, tokens: Tensor, valid: Tensor | None, *args: Any) -> None:
+    options, coefficients = args[:5], args[5:]
+    call = _Call(logits, tokens, valid, options, grad)
     if call.n == 0:  # with shift there may be rows all the same, none of which scores anything
         grad.zero_()
     flat = [_flat(x) for x in coefficients]
@@ -233,7 +235,7 @@ def _tokens(n: int, like: Tensor, args: tuple[Any, ...]) -> tuple[_Tokens, list[
     inputs = [_flat(x, torch.bool if i in (2, 8) else torch.float32) for i, x in enumerate(inputs)]
     values = inputs[5]
     grads = [torch.empty(n, dtype=torch.float32, device=like.device) for _ in range(3 if values is not None else 2)]
-    struct = _Tokens(n, *map(_pointer, inputs), (c_float * 12)(*params), *map(_pointer, grads))
+    struct = _Tokens(n, *map(_pointer, inputs), (c_float * len(LossParams._fields))(*params), *map(_pointer, grads))
     if values is None:
         grads.append(torch.zeros(n, dtype=torch.float32, device=like.device))
     return struct, grads, inputs
@@ -264,17 +266,10 @@ def row_fused_(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return outputs
 
 
-def _row_fused_into(
-    grad: Tensor,
-    logits: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    vocab_size: int,
-    shift: bool,
-    want_entropy: bool,
-    *token_inputs: Any,
-) -> tuple[Tensor, ...]:
-    call = _Call(logits, tokens, token_inputs[2], temperature, vocab_size, shift, grad)
+def _row_fused_into(grad: Tensor, logits: Tensor, tokens: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    options, want_entropy, token_inputs = args[:5], args[5], args[6:]
+    call = _Call(logits, tokens, token_inputs[2], options, grad)
+    call.check_tokens()
     if call.n == 0:
         grad.zero_()
     out, pointers = call.outputs(logits, want_entropy)

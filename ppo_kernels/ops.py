@@ -13,7 +13,10 @@ read once here, overrides the choice. float64 always runs through the reference.
     scale_      gradient *= a number on the device
 
 A trailing underscore: the gradient replaces the logits. All per-token tensors are flat [N], N being the number of
-scored rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. Autograd is in autograd.py.
+scored rows; with `shift`, row t of the last dimension scores token t + 1, by addressing. row_temperature [N], fp32 or
+fp64, replaces temperature; where softcap is finite, softcap * tanh(x / softcap) replaces a logit x. To row_grad a token
+outside [0, vocab_size) is in none of its columns, which are a part of the vocabulary. Autograd is in autograd.py, the
+linear forms in linear.py.
 """
 
 from __future__ import annotations
@@ -21,17 +24,31 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppo_kernels import native, reference
+from ppo_kernels import loss_terms, native, reference
+from ppo_kernels.loss_terms import TokenInputs
 from ppo_kernels.metrics import NAMES
-from ppo_kernels.reference import TokenInputs, accumulate_dtype
+from ppo_kernels.reference import accumulate_dtype
 
-_ROW = "Tensor tokens, Tensor? valid, float temperature, int vocab_size, bool shift"
-_COEFFICIENTS = (
+
+class RowOptions(NamedTuple):
+    """How rows of logits are read. row_temperature [N] replaces temperature; an infinite softcap is none."""
+
+    temperature: float
+    row_temperature: Tensor | None
+    softcap: float
+    vocab_size: int
+    shift: bool
+    want_entropy: bool
+
+
+TEMPERED = "float temperature, Tensor? row_temperature, float softcap, int vocab_size, bool shift"
+ROW = f"Tensor tokens, Tensor? valid, {TEMPERED}"
+COEFFICIENTS = (
     "Tensor logprobs, Tensor row_max, Tensor row_sum, Tensor? row_mean, Tensor grad_logprobs, Tensor? grad_entropy"
 )
 _TOKEN = (
@@ -39,24 +56,24 @@ _TOKEN = (
     "Tensor? values, Tensor? old_values, Tensor? returns, Tensor? value_valid, Tensor? value_weight, float[] params"
 )
 _LOSS = "Tensor terms, Tensor metrics, Tensor grad_logprobs, Tensor grad_entropy, Tensor grad_values"
-_STATS = "Tensor logprobs, Tensor entropy, Tensor row_max, Tensor row_sum, Tensor row_mean"
-_FUSED = f"Tensor tokens, float temperature, int vocab_size, bool shift, bool want_entropy, {_TOKEN}"
+STATS = "Tensor logprobs, Tensor entropy, Tensor row_max, Tensor row_sum, Tensor row_mean"
+_FUSED = f"Tensor tokens, {TEMPERED}, bool want_entropy, {_TOKEN}"
 
-_library = torch.library.Library("ppo_kernels", "DEF")
-_library.define(f"row_stats(Tensor logits, {_ROW}, bool want_entropy) -> ({_STATS})")
-_library.define(f"row_grad(Tensor logits, {_ROW}, {_COEFFICIENTS}) -> Tensor")
-_library.define(f"row_grad_(Tensor(a!) logits, {_ROW}, {_COEFFICIENTS}) -> ()")
-_library.define(f"token_loss(Tensor logprobs, Tensor? entropy, {_TOKEN}) -> ({_LOSS})")
-_library.define(f"row_fused(Tensor logits, {_FUSED}) -> (Tensor grad_logits, {_STATS}, {_LOSS})")
-_library.define(f"row_fused_(Tensor(a!) logits, {_FUSED}) -> ({_STATS}, {_LOSS})")
-_library.define(
+library = torch.library.Library("ppo_kernels", "DEF")
+library.define(f"row_stats(Tensor logits, {ROW}, bool want_entropy) -> ({STATS})")
+library.define(f"row_grad(Tensor logits, {ROW}, {COEFFICIENTS}) -> Tensor")
+library.define(f"row_grad_(Tensor(a!) logits, {ROW}, {COEFFICIENTS}) -> ()")
+library.define(f"token_loss(Tensor logprobs, Tensor? entropy, {_TOKEN}) -> ({_LOSS})")
+library.define(f"row_fused(Tensor logits, {_FUSED}) -> (Tensor grad_logits, {STATS}, {_LOSS})")
+library.define(f"row_fused_(Tensor(a!) logits, {_FUSED}) -> ({STATS}, {_LOSS})")
+library.define(
     "gae(Tensor rewards, Tensor values, Tensor? valid, Tensor? bootstrap, Tensor? next_values, Tensor? terminated, "
     "Tensor? truncated, Tensor segments, float gamma, float lam, str mask_mode, Tensor? row_lam) "
     "-> (Tensor advantages, Tensor returns)"
 )
 
-_library.define("whiten(Tensor x, Tensor? valid, bool shift_mean, bool unbiased, float eps) -> Tensor")
-_library.define("scale_(Tensor(a!) x, Tensor factor) -> ()")
+library.define("whiten(Tensor x, Tensor? valid, bool shift_mean, bool unbiased, float eps, str eps_on) -> Tensor")
+library.define("scale_(Tensor(a!) x, Tensor factor) -> ()")
 
 row_stats = torch.ops.ppo_kernels.row_stats.default
 row_grad = torch.ops.ppo_kernels.row_grad.default
@@ -86,12 +103,14 @@ def _row_grad_(logits: Tensor, *args: Any) -> None:
 
 def _token_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     *inputs, params = args
-    return reference.token_loss(logprobs, entropy, TokenInputs(*inputs), params)
+    result: tuple[Tensor, ...] = loss_terms.token_loss(logprobs, entropy, TokenInputs(*inputs), params)[:5]
+    return result
 
 
 def _row_fused(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    tokens, temperature, vocab_size, shift, want_entropy, *token_inputs = args
-    row = (tokens, token_inputs[2], temperature, vocab_size, shift)
+    tokens, *options, want_entropy = args[:7]
+    token_inputs = args[7:]
+    row = (tokens, token_inputs[2], *options)
     logprobs, entropy, *stats = row_stats(logits, *row, want_entropy)
     loss = token_loss(logprobs, entropy if want_entropy else None, *token_inputs)
     grad_logprobs, grad_entropy = loss[2], loss[3] if want_entropy else None
@@ -121,7 +140,7 @@ _ANY_DEVICE: dict[str, Callable[..., Any]] = {
     "scale_": _scale_,
 }
 for _name, _kernel in _ANY_DEVICE.items():
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 
 # ---- where there are faster ones ------------------------------------------------------------------------------------
@@ -180,13 +199,13 @@ _KERNELS: dict[str, Callable[[str], Callable[..., Any]]] = {"native": _native, "
 for _device, _backend in (("CPU", CPU_BACKEND), ("CUDA", GPU_BACKEND)):
     if _backend in _KERNELS:
         for _name in _ANY_DEVICE:
-            _library.impl(_name, _KERNELS[_backend](_name), _device)
+            library.impl(_name, _KERNELS[_backend](_name), _device)
 
 
 # ---- torch.compile: shapes and dtypes -------------------------------------------------------------------------------
 
 
-def _fake_stats(logits: Tensor, tokens: Tensor, shift: bool, want_entropy: bool) -> tuple[Tensor, ...]:
+def fake_stats(logits: Tensor, tokens: Tensor, shift: bool, want_entropy: bool) -> tuple[Tensor, ...]:
     n = tokens.numel() // tokens.shape[-1] * (tokens.shape[-1] - 1) if shift else tokens.numel()
     dtype = accumulate_dtype(logits.dtype)
     extra = n if want_entropy else 0
@@ -194,32 +213,32 @@ def _fake_stats(logits: Tensor, tokens: Tensor, shift: bool, want_entropy: bool)
     return logprobs, entropy, row_max, row_sum, row_mean
 
 
-@torch.library.register_fake("ppo_kernels::row_stats", lib=_library)
+@torch.library.register_fake("ppo_kernels::row_stats", lib=library)
 def _(logits: Tensor, tokens: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return _fake_stats(logits, tokens, shift=args[3], want_entropy=args[4])
+    return fake_stats(logits, tokens, shift=args[5], want_entropy=args[6])
 
 
-@torch.library.register_fake("ppo_kernels::row_grad", lib=_library)
+@torch.library.register_fake("ppo_kernels::row_grad", lib=library)
 def _(logits: Tensor, *args: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("ppo_kernels::row_grad_", lib=_library)
+@torch.library.register_fake("ppo_kernels::row_grad_", lib=library)
 def _(logits: Tensor, *args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ppo_kernels::whiten", lib=_library)
+@torch.library.register_fake("ppo_kernels::whiten", lib=library)
 def _(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=accumulate_dtype(x.dtype))
 
 
-@torch.library.register_fake("ppo_kernels::scale_", lib=_library)
+@torch.library.register_fake("ppo_kernels::scale_", lib=library)
 def _(x: Tensor, *args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ppo_kernels::token_loss", lib=_library)
+@torch.library.register_fake("ppo_kernels::token_loss", lib=library)
 def _fake_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     values = args[5]
     terms, metrics = logprobs.new_empty(4), logprobs.new_empty(len(NAMES), dtype=torch.float32)
@@ -227,19 +246,19 @@ def _fake_loss(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Te
     return terms, metrics, *grads
 
 
-@torch.library.register_fake("ppo_kernels::row_fused_", lib=_library)
+@torch.library.register_fake("ppo_kernels::row_fused_", lib=library)
 def _fake_fused_(logits: Tensor, tokens: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    _, _, shift, want_entropy, *token_inputs = args
-    stats = _fake_stats(logits, tokens, shift, want_entropy)
+    _, _, _, _, shift, want_entropy, *token_inputs = args
+    stats = fake_stats(logits, tokens, shift, want_entropy)
     return *stats, *_fake_loss(stats[0], stats[1] if want_entropy else None, *token_inputs)
 
 
-@torch.library.register_fake("ppo_kernels::row_fused", lib=_library)
+@torch.library.register_fake("ppo_kernels::row_fused", lib=library)
 def _(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return logits.new_empty(logits.shape), *_fake_fused_(logits, *args)
 
 
-@torch.library.register_fake("ppo_kernels::gae", lib=_library)
+@torch.library.register_fake("ppo_kernels::gae", lib=library)
 def _(rewards: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     dtype = accumulate_dtype(rewards.dtype)
     return rewards.new_empty(rewards.shape, dtype=dtype), rewards.new_empty(rewards.shape, dtype=dtype)

@@ -1,26 +1,26 @@
-"""The specification: all the mathematics in plain PyTorch, for any device and for dtypes up to float64.
+"""The specification: the mathematics in plain PyTorch, for any device and for dtypes up to float64.
 
-One row of logits x [V] with target y and temperature T, z = x / T:
+One row of logits x [V] with target y and temperature T, z = x / T; with a softcap S, S * tanh(x / S) in place of x, and
+its slope 1 - tanh^2 as a factor of the gradient (m stays that of the logits themselves, for a cap is monotone):
 
     m = max(x),  t_i = (x_i - m) / T,  s = sum(exp(t_i)),  w = sum(exp(t_i) * t_i)
     logprob = t_y - log(s),   entropy H = log(s) - w / s
     dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (log p_i + H)) / T,   p_i = exp(t_i) / s,   log p_i + H = t_i - w / s
 
-where c = dL/dlogprob and e = dL/dentropy come from the token loss, which never sees the vocabulary.
+where c = dL/dlogprob and e = dL/dentropy come from the token loss (loss_terms.py), which never sees the vocabulary.
 Masked rows are dropped by selection before any arithmetic: a masked slot may hold NaN and changes nothing.
 The kernels (csrc/) compute exactly these functions; the operators in ops.py choose between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ppo_kernels.config import KL_ESTIMATORS, LossParams
-from ppo_kernels.metrics import NO_MAXIMUM
+from ppo_kernels import checks
+from ppo_kernels.config import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,8 +40,30 @@ def scored_rows(logits: Tensor, tokens: Tensor, shift: bool) -> tuple[Tensor, Te
     return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1).to(torch.int64)
 
 
+def tempered(
+    x: Tensor, row_max: Tensor, temperature: float, row_temperature: Tensor | None, softcap: float
+) -> tuple[Tensor, float | Tensor]:
+    """(x - m) / T of rows x [N, V] with their m [N], after the softcap, and T; rows whose temperature is out of range
+    are NaN. -inf stays -inf, a column that does not exist."""
+    m, divisor = row_max[:, None], temperature if row_temperature is None else row_temperature.to(x.dtype)[:, None]
+    if isinstance(divisor, Tensor):
+        divisor = torch.where((divisor >= MIN_TEMPERATURE) & (divisor <= MAX_TEMPERATURE), divisor, torch.nan)
+    if softcap == torch.inf:
+        return (x - m) / divisor, divisor
+    a, b = x.double() / softcap, m.double() / softcap  # a capped logit in fp32 is too coarse for a log-prob
+    difference = torch.where(a == -torch.inf, a, softcap * (a.tanh() - b.tanh()))
+    return difference.to(x.dtype) / divisor, divisor
+
+
 def row_stats(
-    logits: Tensor, tokens: Tensor, valid: Tensor | None, temperature: float, vocab_size: int, shift: bool
+    logits: Tensor,
+    tokens: Tensor,
+    valid: Tensor | None,
+    temperature: float,
+    row_temperature: Tensor | None,
+    softcap: float,
+    vocab_size: int,
+    shift: bool,
 ) -> tuple[Tensor, ...]:
     """(logprobs, entropy, row_max m, row_sum s, row_mean w / s), each [N]; 0, 0, 0, 1, 0 for rows that are not
     valid."""
@@ -53,8 +75,8 @@ def row_stats(
         tokens = tokens.masked_fill(~valid, 0)
     in_range = (tokens >= 0) & (tokens < vocab_size)  # on a CPU check_tokens has raised; elsewhere NaN shows the fault
     y = tokens.masked_fill(~in_range, 0)[:, None]
-    row_max = x.amax(-1)
-    t = (x - row_max[:, None]) / temperature
+    row_max = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)  # finite for a row of -inf, whose sum is 0 then
+    t, _ = tempered(x, row_max, temperature, row_temperature, softcap)
     exp_t = t.exp()
     weighted = torch.where(exp_t == 0, 0.0, exp_t * t)  # -inf logits: 0 * -inf is 0 here
     t_y = t.gather(-1, y)[:, 0].masked_fill(~in_range, torch.nan)
@@ -77,6 +99,8 @@ def row_grad(
     tokens: Tensor,
     valid: Tensor | None,
     temperature: float,
+    row_temperature: Tensor | None,
+    softcap: float,
     vocab_size: int,
     shift: bool,
     logprobs: Tensor,
@@ -86,7 +110,10 @@ def row_grad(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """dL/dlogits, shape and dtype of logits, contiguous; rows with zero coefficients (or not valid) are exactly 0."""
+    """dL/dlogits, shape and dtype of logits, contiguous; rows with zero coefficients (or not valid) are exactly 0.
+
+    A token outside [0, vocab_size) is in none of these columns, which are then a part of the vocabulary.
+    """
     grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
     rows, tokens = scored_rows(logits, tokens, shift)
     x = rows[:, :vocab_size].to(accumulate_dtype(logits.dtype))
@@ -96,13 +123,17 @@ def row_grad(
     if valid is not None:
         active = active & valid
     c = grad_logprobs[:, None]
-    t = (x - row_max[:, None]) / temperature
+    t, divisor = tempered(x, row_max, temperature, row_temperature, softcap)
     p = t.exp() / row_sum[:, None]
-    y = tokens.clamp(0, vocab_size - 1)[:, None]
-    dx = -c * p.scatter(-1, y, torch.expm1(logprobs)[:, None])  # p_y - 1 to full precision
+    here = ((tokens >= 0) & (tokens < vocab_size))[:, None]
+    y = tokens[:, None].where(here, 0)
+    minus_rest = torch.expm1(logprobs)[:, None].where(here, p[:, :1])  # p_y - 1, to full precision
+    dx = -c * p.scatter(-1, y, minus_rest)
     if grad_entropy is not None and row_mean is not None:
         dx = dx - grad_entropy[:, None] * torch.where(p == 0, 0.0, p * (t - row_mean[:, None]))
-    dx = torch.where(active[:, None], dx / temperature, 0.0).to(grad.dtype)
+    if softcap != torch.inf:
+        dx = dx * (x.double() / softcap).cosh().pow(-2).to(x.dtype)
+    dx = torch.where(active[:, None], dx / divisor, 0.0).to(grad.dtype)
     target = grad[..., :-1, :vocab_size] if shift else grad[..., :vocab_size]
     target.copy_(dx.view(target.shape))
     return grad
@@ -110,7 +141,7 @@ def row_grad(
 
 def check_tokens(tokens: Tensor, valid: Tensor | None, vocab_size: int) -> None:
     """On a CPU, IndexError for a token outside the vocabulary; elsewhere a check would synchronise."""
-    if tokens.device.type != "cpu":
+    if not checks.eager_cpu(tokens):
         return
     bad = (tokens < 0) | (tokens >= vocab_size)
     if valid is not None:
@@ -125,154 +156,6 @@ def raise_bad_token(tokens: Tensor, position: int, vocab_size: int) -> None:
     raise IndexError(
         f"tokens holds {token} at scored position {position}, expected 0 <= token < {vocab_size}; mask it out"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss of one token
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class TokenLoss(NamedTuple):
-    """What `token_loss` returns. `terms`: loss, policy_loss, value_loss, kl; `metrics`: sums as in metrics.NAMES."""
-
-    terms: Tensor
-    metrics: Tensor
-    grad_logprobs: Tensor
-    grad_entropy: Tensor
-    grad_values: Tensor
-
-
-class TokenInputs(NamedTuple):
-    """Everything of size N that the loss reads, flat [N]. `weight` is the share of each token in the loss."""
-
-    old_logprobs: Tensor | None
-    advantages: Tensor
-    valid: Tensor | None
-    weight: Tensor
-    ref_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    value_valid: Tensor | None = None
-    value_weight: Tensor | None = None
-
-
-def policy_surrogate(log_ratio: Tensor, advantages: Tensor, p: LossParams) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r)), then at most -dual_clip * A where A < 0, and its derivative by log_ratio.
-
-    Eq. 7 of PPO, eq. 5 of dual-clip PPO. Bounds are inclusive: a ratio exactly on a bound still has derivative -A r.
-    """
-    ratio = log_ratio.clamp(-p.log_ratio_clamp, p.log_ratio_clamp).exp()
-    high = (advantages > 0) & (ratio > p.ratio_high)
-    low = (advantages < 0) & (ratio < p.ratio_low)
-    dual = (advantages < 0) & (ratio > p.dual_clip)
-    bound = torch.where(high, p.ratio_high, torch.where(low, p.ratio_low, 0.0))
-    if p.dual_clip != torch.inf:
-        bound = torch.where(dual, p.dual_clip, bound)
-    constant = high | low | dual | ((advantages == 0) & ~ratio.isnan())  # 0 * inf is 0 here
-    value = -advantages * torch.where(constant, bound.to(ratio.dtype), ratio)
-    return value, torch.where(constant | (log_ratio.abs() > p.log_ratio_clamp), 0.0, value)
-
-
-def kl_estimate(log_ratio: Tensor, p: LossParams) -> tuple[Tensor, Tensor]:
-    """Per-token estimate of KL(policy || reference) and its derivative, from d = logprob - ref_logprob; both clamps."""
-    kind = KL_ESTIMATORS[int(p.kl_estimator)]
-    d = log_ratio.clamp(-p.kl_input_clamp, p.kl_input_clamp)
-    if kind == "k1":
-        value, slope = d, torch.ones_like(d)
-    elif kind == "k2":
-        value, slope = 0.5 * d * d, d
-    elif kind == "k3":
-        value, slope = torch.expm1(-d) + d, -torch.expm1(-d)
-    else:
-        value, slope = d.abs(), d.sign()
-    outside = (value.abs() > p.kl_output_clamp) | (log_ratio.abs() > p.kl_input_clamp)
-    return value.clamp(-p.kl_output_clamp, p.kl_output_clamp), torch.where(outside, 0.0, slope)
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor | None, returns: Tensor, p: LossParams
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(l, dl/dV, clipped) with l = value_loss_scale * max((V - R)^2, (V_clipped - R)^2): the pessimistic choice."""
-    error, clipped = values - returns, torch.zeros_like(values, dtype=torch.bool)
-    if old_values is not None:
-        moved = values - old_values
-        bounded = torch.where(moved > 0, old_values + p.value_clip, old_values - p.value_clip) - returns
-        clipped = (moved.abs() > p.value_clip) & (bounded.square() > error.square())
-        error = torch.where(clipped, bounded, error)
-    slope = torch.where(clipped, 0.0, 2 * p.value_loss_scale * error)
-    return p.value_loss_scale * error.square(), slope, clipped
-
-
-def token_loss(logprobs: Tensor, entropy: Tensor | None, inputs: TokenInputs, params: Sequence[float]) -> TokenLoss:
-    """Loss, metrics and the coefficients dL/dlogprob, dL/dentropy, dL/dvalues, all [N] but for the sums."""
-    p = LossParams(*params)
-    valid = torch.ones_like(logprobs, dtype=torch.bool) if inputs.valid is None else inputs.valid
-    counted = valid & (inputs.weight != 0)  # a token of weight 0 adds nothing, whatever it holds
-    zeros = torch.zeros_like(logprobs)
-
-    def select(x: Tensor) -> Tensor:  # masked slots are read as 0
-        return torch.where(valid, x, 0.0)
-
-    def share(x: Tensor) -> Tensor:
-        return torch.where(counted, x * inputs.weight, 0.0)
-
-    logprobs, advantages = select(logprobs), select(inputs.advantages)
-    log_ratio = logprobs - (logprobs if inputs.old_logprobs is None else select(inputs.old_logprobs))
-    policy, slope = policy_surrogate(log_ratio, advantages, p)
-    token, kl, kl_term = policy, zeros, zeros.sum()
-    loss = policy_term = share(policy).sum()
-    grad_entropy = zeros.clone()
-    if entropy is not None:
-        entropy = select(entropy)
-        if p.entropy_coef != 0:
-            loss = loss - p.entropy_coef * share(entropy).sum()
-            token = token - p.entropy_coef * entropy
-            grad_entropy = share(torch.full_like(entropy, -p.entropy_coef))
-    if inputs.ref_logprobs is not None:
-        kl, kl_slope = kl_estimate(logprobs - select(inputs.ref_logprobs), p)
-        kl_term = share(kl).sum()
-        if p.kl_coef != 0:
-            loss = loss + p.kl_coef * kl_term
-            token = token + p.kl_coef * kl
-            slope = slope + p.kl_coef * kl_slope
-
-    value_term, value_tokens, value_clipped = zeros.sum(), zeros.sum(), zeros.sum()
-    grad_values = zeros.clone()
-    values, old_values, returns = inputs.values, inputs.old_values, inputs.returns
-    if values is not None and returns is not None and inputs.value_weight is not None:
-        value_valid = torch.ones_like(valid) if inputs.value_valid is None else inputs.value_valid
-        values, returns = torch.where(value_valid, values, 0.0), torch.where(value_valid, returns, 0.0)
-        old_values = None if old_values is None else torch.where(value_valid, old_values, 0.0)
-        squared, value_slope, clipped = value_loss(values, old_values, returns, p)
-        counted_values = value_valid & (inputs.value_weight != 0)
-        value_term = torch.where(counted_values, squared * inputs.value_weight, 0.0).sum()
-        grad_values = torch.where(counted_values, p.vf_coef * inputs.value_weight * value_slope, 0.0)
-        value_tokens, value_clipped = value_valid.sum(), (clipped & value_valid).sum()
-        loss = loss + p.vf_coef * value_term
-
-    clamped = log_ratio.clamp(-p.log_ratio_clamp, p.log_ratio_clamp)
-    ratio = clamped.exp()
-    per_token = (
-        valid,
-        ratio,
-        -clamped,
-        0.5 * clamped.square(),
-        torch.expm1(clamped) - clamped,
-        (advantages < 0) & (ratio < p.ratio_low),
-        (advantages > 0) & (ratio > p.ratio_high),
-        (advantages < 0) & (ratio > p.dual_clip),
-        log_ratio.abs() > p.log_ratio_clamp,
-        zeros if entropy is None else entropy,
-        kl,
-        ~token.isfinite(),
-    )
-    none = ratio.new_full((1,), NO_MAXIMUM)
-    known = valid & ~ratio.isnan()
-    extremes = [torch.cat([torch.where(known, x, NO_MAXIMUM), none]).amax() for x in (ratio, -ratio)]
-    metrics = [*(select(x.to(ratio.dtype)).sum() for x in per_token), value_tokens, value_clipped, *extremes]
-    terms = torch.stack([loss, policy_term, value_term, kl_term])
-    return TokenLoss(terms, torch.stack([x.float() for x in metrics]), share(slope), grad_entropy, grad_values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,14 +218,37 @@ def gae(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over valid elements, 0 at the others, in two passes; all equal gives 0."""
+WHITEN_EPS_ON = ("var", "std", "clamp")
+
+
+def whiten(
+    x: Tensor,
+    valid: Tensor | None,
+    shift_mean: bool,
+    unbiased: bool,
+    eps: float,
+    eps_on: str,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """(x - mean) / deviation over valid elements, 0 at the others, in two passes; all equal gives 0.
+
+    deviation: sqrt(variance + eps), sqrt(variance) + eps or sqrt(max(variance, eps)) by eps_on. all_reduce adds a
+    tensor up over ranks.
+    """
+    add = all_reduce or (lambda part: part)
     wide = x.double() if valid is None else torch.where(valid, x.double(), 0.0)
-    count = torch.full((), x.numel(), device=x.device) if valid is None else valid.sum()
-    mean = wide.sum() / count.clamp(min=1)
+    local = wide.new_full((), x.numel()) if valid is None else valid.sum().double()
+    total, count = add(torch.stack([wide.sum(), local])).unbind()
+    mean = total / count.clamp(min=1)
     centred = wide - mean if valid is None else torch.where(valid, wide - mean, 0.0)
-    variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
-    whitened = torch.where(centred == 0, 0.0, centred * torch.rsqrt(variance + eps))  # eps may be 0
+    rounding = 4 * torch.finfo(torch.float64).eps * mean.abs()  # that of the mean: equal values differ by nothing
+    centred = torch.where(centred.abs() <= rounding, 0.0, centred)
+    variance = add(centred.square().sum()) / (count - int(unbiased)).clamp(min=1)
+    if eps_on == "std":
+        deviation = variance.sqrt() + eps
+    else:
+        deviation = (variance + eps if eps_on == "var" else variance.clamp(min=eps)).sqrt()
+    whitened = torch.where(centred == 0, 0.0, centred / deviation)  # eps may be 0
     if not shift_mean:
         whitened = whitened + mean if valid is None else torch.where(valid, whitened + mean, 0.0)
     return whitened.to(accumulate_dtype(x.dtype))

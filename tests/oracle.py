@@ -61,8 +61,18 @@ class RowScore:
     d_entropy: np.ndarray  # [V] d entropy / d logits
 
 
-def score_row(logits: np.ndarray, token: int, temperature: float = 1.0, vocab_size: int | None = None) -> RowScore:
-    """Softmax of one row [V] over the columns that exist; -inf columns are dropped: no probability, no gradient."""
+def score_row(
+    logits: np.ndarray,
+    token: int,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> RowScore:
+    """Softmax of one row [V] over the columns that exist; -inf columns are dropped: no probability, no gradient.
+
+    The logits are scaled, then capped to softcap * tanh(logits / softcap), then divided by the temperature.
+    """
     width = len(logits) if vocab_size is None else vocab_size
     assert 0 <= token < width, (token, width)
     live = np.flatnonzero(logits[:width] != -np.inf)
@@ -71,6 +81,13 @@ def score_row(logits: np.ndarray, token: int, temperature: float = 1.0, vocab_si
     if len(live) == 0 or not np.isfinite(logits[live]).all():
         d_logprob[:width] = d_entropy[:width] = NAN
         return RowScore(NAN, NAN, d_logprob, d_entropy)
+
+    logits = logits * scale
+    slope = np.full(len(logits), scale)
+    if softcap is not None:
+        with np.errstate(over="ignore"):  # cosh of a saturated logit: its slope is 0
+            slope = scale / np.cosh(logits / softcap) ** 2
+        logits = np.where(logits == -np.inf, logits, softcap * np.tanh(logits / softcap))
 
     # All but the largest logit are summed on their own: 1 - p and log(1 + tail) would lose a small tail.
     z = logits[live] / temperature
@@ -88,7 +105,8 @@ def score_row(logits: np.ndarray, token: int, temperature: float = 1.0, vocab_si
     d_logprob[live] = -p
     d_logprob[token] = p[live != token].sum()
     d_entropy[live] = -p * (log_p + entropy)
-    return RowScore(logprob, entropy, d_logprob / temperature, d_entropy / temperature)
+    factor = slope / temperature
+    return RowScore(logprob, entropy, d_logprob * factor, d_entropy * factor)
 
 
 @dataclass
@@ -116,21 +134,26 @@ def score(
     tokens: Any,
     mask: Any = None,
     *,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     vocab_size: int | None = None,
     shift: bool = False,
+    softcap: float | None = None,
+    scale: float = 1.0,
 ) -> Scores:
-    """logits [..., V], tokens [...] -> log-probability and entropy of every token that counts, 0 where masked."""
+    """logits [..., V], tokens [...] -> log-probability and entropy of every token that counts, 0 where masked.
+
+    temperature: a number, or one for each result.
+    """
     x = to_numpy(logits)
     ids = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
     shape = (*ids.shape[:-1], ids.shape[-1] - 1) if shift else ids.shape
-    valid = to_mask(mask, shape)
+    valid, temperatures = to_mask(mask, shape), np.broadcast_to(to_numpy(temperature), shape)
     logprobs, entropy, rows = np.zeros(shape), np.zeros(shape), {}
     for index in np.ndindex(*shape):
         if not valid[index]:
             continue
         target = (*index[:-1], index[-1] + 1) if shift else index
-        row = score_row(x[index], int(ids[target]), temperature, vocab_size)
+        row = score_row(x[index], int(ids[target]), float(temperatures[index]), vocab_size, softcap, scale)
         logprobs[index], entropy[index], rows[index] = row.logprob, row.entropy, row
     return Scores(logprobs, entropy, rows, x.shape)
 

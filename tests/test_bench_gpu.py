@@ -37,10 +37,16 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
 def test_every_quantity_and_contender_is_there(dry) -> None:
     rows = [row for row in dry[0]["rows"] if "plain" in row]
     vocabulary = {"stats", "grad", "grad_", "fused", "fused_", "split"}
-    assert {row["quantity"] for row in rows} == vocabulary | {"scores", "token_loss", "gae", "whiten"}
-    assert {row["contender"] for row in rows} >= {"ours", "eager", "compile"}
+    linear = {"linear", "linear_low", "linear_scores"}
+    assert {row["quantity"] for row in rows} == vocabulary | linear | {"scores", "token_loss", "gae", "whiten"}
+    assert {row["contender"] for row in rows} >= {"ours", "eager", "compile", "products"}
     peers = {row["contender"] for row in dry[0]["rows"]}
-    assert peers == {"ours", "eager", "compile", "liger", "trl"}
+    assert peers == {"ours", "eager", "compile", "products", "liger", "trl"}
+    for row in rows:
+        if row["quantity"] in linear:
+            assert row["flops"] > 0
+            assert ("logprob_error" in row) == (row["contender"] in ("ours", "eager"))
+            assert ("weight_gradient_error" in row) == ("logprob_error" in row and row["quantity"] != "linear_scores")
     for key in ("masked", "entropy", "dtype"):
         assert len({row[key] for row in rows}) == 2
     for row in rows:
@@ -120,6 +126,11 @@ def test_cases_are_ordered_by_importance_and_complete(bench_modules) -> None:
             for dtype in ("bf16", "fp32"):
                 for masked in (0.0, 0.5):
                     assert {(rows, vocab, dtype, masked, entropy) for entropy in (False, True)} <= shapes
+    linear = [listed.index(case) for case in listed if case.quantity == "linear" and case.columns == 151936]
+    assert {listed[i].contender for i in linear} == {"ours", "products", "eager", "liger"}
+    assert {(listed[i].contender, listed[i].masked) for i in linear} >= {("ours", 0.5), ("products", 0.5)}
+    own = [i for i in linear if listed[i].contender in ("ours", "products")]
+    assert max(own) < listed.index(next(case for case in listed if case.columns == 50257))
     assert cases(False, "^gae 512x4096") == [case for case in listed if case[1:3] == (512, 4096)]
 
 
@@ -131,8 +142,11 @@ def test_targets_are_judged(bench_modules) -> None:
     def report(slowness: float, **changes: Any) -> dict[str, Any]:
         rows = []
         for case in cases(dry=False)[:250]:
-            times = {"ms": 1e3 * slowness * case.rows * case.columns / 1e12}
+            slower = 1.0 if case.contender == "products" else slowness
+            kept = 1 - case.masked if case.quantity == "linear" else 1.0
+            times = {"ms": 1e3 * slower * kept * case.rows * case.columns / 1e12}
             sizes = {"ideal_bytes": case.rows * case.columns, "logits_bytes": 2**20, "peak_bytes": 2**12}
+            sizes |= {"flops": 1e9, "gradient_bytes": 2**11, "chunk_and_fp32_bytes": 2**11}
             times = {"plain": times, "graph": {"not_captured": ""} if case.quantity == "split" else times}
             rows.append({"kind": case.kind, **case._asdict(), **sizes, **times})
         ceiling = {"bytes_per_s": 1e12, "gigabytes": 8.0}
@@ -141,12 +155,16 @@ def test_targets_are_judged(bench_modules) -> None:
         return full | {"command": "", "notes": [], "tests": None} | changes
 
     verdicts = {t["target"]: t["verdict"] for t in gpu_report.judge(report(1.05))}
-    assert verdicts.pop("linear forms") == "not measured"
     assert verdicts.pop("[65536, 8], own gradient: time over eager PyTorch") == "met"
     assert set(verdicts.values()) == {"met"}
     slow = {t["target"]: t["verdict"] for t in gpu_report.judge(report(2.5))}
     assert {verdict for name, verdict in slow.items() if "copy bandwidth" in name or "its" in name} >= {"missed"}
     assert slow["peak memory in place, of the logits"] == "met"
+    assert {name.split(": ")[1]: verdict for name, verdict in slow.items() if name.startswith("linear")} == {
+        "time over its three products": "missed",
+        "time over that of all": "met",
+        "peak memory beyond gradients, of a chunk and an fp32 gradient": "met",
+    }
     wrong = report(1.0)
     wrong["rows"][0]["wrong"] = "off by 1"
     assert gpu_report.judge(wrong)[0]["verdict"] == "missed: wrong result"
@@ -160,4 +178,5 @@ def test_targets_are_judged(bench_modules) -> None:
     assert "Copy: 1.00 TB/s" in text
     assert "0.39%" in gpu_report.markdown(report(1.05))
     assert "95%*" in text  # split was not captured
+    assert "| linear | [8192, 151936] | bf16 |" in text
     assert len(text) < 12000

@@ -41,6 +41,22 @@ def exp(x):
 
 
 @triton.jit
+def power_of_two(d, k, k_low):
+    """2^u and 2^u - 1 for u = d * (k + k_low) <= 0, each to about an ulp of itself; 0 and -1 from u = -127 down."""
+    d = at_least(d, -127.0 / k)
+    shifted = tl.fma(d, k, 12583039.0)  # 1.5 * 2^23 + 127: its low bits are the exponent of 2^round(u)
+    f = tl.fma(d, k_low, tl.fma(d, k, 12583039.0 - shifted))
+    scale = (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    p = tl.fma(f, 1.52527338e-5, 1.54035304e-4)  # ln(2)^i / i!
+    p = tl.fma(p, f, 1.33335581e-3)
+    p = tl.fma(p, f, 9.61812911e-3)
+    p = tl.fma(p, f, 5.55041087e-2)
+    p = tl.fma(p, f, 0.240226507)
+    p = tl.fma(p, f, LN2) * f
+    return tl.fma(scale, p, scale), tl.fma(scale, p, scale - 1)
+
+
+@triton.jit
 def excess(x, exp_x):
     """e^x - 1 - x without cancellation near 0; exp_x is e^x."""
     p = tl.fma(x, 1 / 40320, 1 / 5040)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -93,6 +95,15 @@ def flat(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
     return None if x is None else x.to(dtype).contiguous()
 
 
+def softcap_numbers(softcap: float) -> tuple[float, float, float] | None:
+    """(k, the rest of k, 2 S) with k = 2 * log2(e) / S as fp32 (softcap.py); None without a softcap."""
+    if softcap == math.inf:
+        return None
+    k = 2 * LOG2E.value / softcap
+    high = float(np.float32(k))
+    return high, k - high, 2 * softcap
+
+
 class Rows:
     """Rows of logits (and of their gradient) as the kernels address them, and what a kernel needs to know of them.
 
@@ -106,18 +117,21 @@ class Rows:
         tokens: Tensor,
         valid: Tensor | None,
         temperature: float,
+        row_temperature: Tensor | None,
+        softcap: float,
         vocab: int,
         shift: bool,
         grad: Tensor | None = None,
     ) -> None:
-        check_tokens(tokens, valid, vocab, shift)
         self.logits, self.outer, self.stride_outer, self.stride_inner = two_strides(logits)
         self.columns, self.vocab, self.shift = logits.shape[-1], vocab, int(shift)
         self.inner = (logits.shape[-2] if logits.dim() > 1 else 1) - self.shift
         self.n = self.outer * self.inner  # scored rows
         self.all = self.outer * (self.inner + self.shift)
         self.tokens, self.valid = tokens.contiguous(), flat(valid, torch.bool)
-        self.k, self.per_t = LOG2E.value / temperature, 1 / temperature
+        self.cap = softcap_numbers(softcap)
+        temperatures = None if row_temperature is None else row_temperature.contiguous()
+        self.scaling = (LOG2E.value / temperature, 1 / temperature, temperatures, self.cap)
         self.shape = row_shape(vocab, logits.element_size())
         self.aligned = self._multiples_of_16_bytes(self.logits.data_ptr(), self.stride_outer, self.stride_inner)
         self.grad_strides, self.congruent = (0, 0), False
@@ -147,4 +161,4 @@ def check_tokens(tokens: Tensor, valid: Tensor | None, vocab: int, shift: bool) 
     """In the interpreter, on CPU tensors, a token outside the vocabulary is an error as on any CPU."""
     if tokens.device.type == "cpu":
         scored = tokens[..., 1:] if shift else tokens
-        reference.check_tokens(scored.reshape(-1), valid, vocab)
+        reference.check_tokens(scored.reshape(-1).to(torch.int64), valid, vocab)

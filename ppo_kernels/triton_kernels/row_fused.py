@@ -22,6 +22,7 @@ from ppo_kernels.triton_kernels.row_math import (
     known_token,
     load_mask,
     offset_of,
+    row_scale,
     scored_row,
     store_stats,
     target_logit,
@@ -38,6 +39,7 @@ RUNTIME = ["inner", "shift", "stride_outer", "stride_inner", "grad_stride_outer"
 def row_fused_kernel(
     logits, grad, tokens, valids, outputs, token_inputs, loss_params, partials,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, splits, vocab, columns, k, per_t,
+    temperatures,
     ENTROPY: tl.constexpr, SPREAD: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, CONGRUENT: tl.constexpr,
 ):  # fmt: skip
@@ -50,22 +52,23 @@ def row_fused_kernel(
         y = known_token(tl.load(tokens + q + shift), vocab)
         row = logits + offset_of(q, inner, shift, stride_outer, stride_inner)
         x_y = target_logit(row, y, valid)
+        k, per_t = row_scale(temperatures, n, valid, k, per_t)
         if partials is None:
-            m, s, w = split_sums(row, 0, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
+            m, s, w = split_sums(row, 0, y, vocab, k, None, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
         else:
             for split in range(splits):
-                m, s, w = split_sums(row, split, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
+                m, s, w = split_sums(row, split, y, vocab, k, None, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
                 store_partial(partials, q, split, splits, m, s, w, ENTROPY)
             tl.debug_barrier()
-            m, s, w = row_sums(partials + q.to(tl.int64) * splits * 3, splits, True, k, ENTROPY, SPLITS, 0)
-        stats = finish(m, s, w, x_y, k, per_t, ENTROPY)
+            m, s, w = row_sums(partials + q.to(tl.int64) * splits * 3, splits, True, k, None, ENTROPY, SPLITS, 0)
+        stats = finish(m, s, w, x_y, k, per_t, None, ENTROPY)
         store_stats(outputs, n, stats, None, ENTROPY)
         logprob, entropy, top, total, mean = stats
         c, e = row_coefficients(logprob, entropy, token_inputs, n, True, loss_params)
         tl.debug_barrier()  # all have read before one writes
         if (c != 0) | (e != 0):
-            factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, SPREAD)
-            store_gradient(row, to, 0, blocks, y, vocab, columns, k, factors, SPREAD, BLOCK, CONGRUENT, True)
+            factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, None, SPREAD)
+            store_gradient(row, to, 0, blocks, y, vocab, columns, k, factors, None, SPREAD, BLOCK, CONGRUENT, True)
         else:
             store_zeros(to, 0, blocks, columns, BLOCK)
     else:
@@ -91,6 +94,8 @@ def _row_fused_into(
     logits: Tensor,
     tokens: Tensor,
     temperature: float,
+    row_temperature: Tensor | None,
+    softcap: float,
     vocab_size: int,
     shift: bool,
     want_entropy: bool,
@@ -98,9 +103,12 @@ def _row_fused_into(
 ) -> tuple[Tensor, ...]:
     *token_inputs, params = given
     valid = token_inputs[2]
-    rows = launch.Rows(logits, tokens, valid, temperature, vocab_size, shift, grad)
-    if vocab_size > SMALL and not launch.one_visit_wins(vocab_size, logits.element_size()):
-        row = (tokens, valid, temperature, vocab_size, shift)
+    options = (temperature, row_temperature, softcap, vocab_size, shift)
+    launch.check_tokens(tokens, valid, vocab_size, shift)
+    rows = launch.Rows(logits, tokens, valid, *options, grad)
+    one_visit = launch.one_visit_wins(vocab_size, logits.element_size()) and rows.cap is None
+    if vocab_size > SMALL and not one_visit:
+        row = (tokens, valid, *options)
         outputs = row_stats.row_stats(logits, *row, want_entropy)
         logprobs, entropy, *stats = outputs
         loss = token_loss(logprobs, entropy if want_entropy else None, *given)
@@ -122,7 +130,7 @@ def _row_fused_into(
 def _launch(rows: launch.Rows, args: tuple[Any, ...], want_entropy: bool, spread: bool) -> None:
     shape = rows.shape
     partials = None if shape.splits == 1 else rows.empty(rows.all * shape.splits * 3)
-    numbers = (*rows.numbers(), *rows.grad_strides, shape.splits, rows.vocab, rows.columns, rows.k, rows.per_t)
+    numbers = (*rows.numbers(), *rows.grad_strides, shape.splits, rows.vocab, rows.columns, *rows.scaling[:3])
     launch.run(
         row_fused_kernel,
         rows.all,

@@ -24,6 +24,7 @@ from ppo_kernels.triton_kernels.row_math import (
     load_mask,
     load_stats,
     offset_of,
+    row_scale,
     scored_row,
 )
 from ppo_kernels.triton_kernels.small_rows import SMALL, small_row_grad
@@ -62,8 +63,9 @@ def store_zeros(grad, first, last, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_special(
-    row, grad, start, y, vocab, columns, k, factors, ENTROPY: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr
-):
+    row, grad, start, y, vocab, columns, k, factors, cap,
+    ENTROPY: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """The gradient of columns [start, start + SIZE), one of which may be the target's.
 
     Without WHOLE they may be padding (0) or not exist.
@@ -71,18 +73,18 @@ def store_special(
     column = tl.arange(0, SIZE)
     if WHOLE:
         x = tl.load(row + start + column).to(tl.float32)
-        g = gradient(x, column == y - start, k, factors, ENTROPY)
+        g = gradient(x, column == y - start, k, factors, cap, ENTROPY)
         tl.store(grad + start + column, rounded(g, grad.dtype.element_ty))
     else:
         exists = column < vocab - start
         x = tl.load(row + start + column, mask=exists, other=-float("inf")).to(tl.float32)
-        g = tl.where(exists, gradient(x, column == y - start, k, factors, ENTROPY), 0.0)
+        g = tl.where(exists, gradient(x, column == y - start, k, factors, cap, ENTROPY), 0.0)
         tl.store(grad + start + column, rounded(g, grad.dtype.element_ty), mask=column < columns - start)
 
 
 @triton.jit
 def store_gradient(
-    row, grad, first, last, y, vocab, columns, k, factors,
+    row, grad, first, last, y, vocab, columns, k, factors, cap,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr, CONGRUENT: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of blocks [first, last) of a row: whole blocks without the target, the target's, then the others.
@@ -96,7 +98,7 @@ def store_gradient(
         _, grad_from = head_of(grad)
         if first == 0:
             of_head = tl.minimum(vocab, head), tl.minimum(columns, head)
-            store_special(row, grad, 0, y, of_head[0], of_head[1], k, factors, ENTROPY, False, HEAD)
+            store_special(row, grad, 0, y, of_head[0], of_head[1], k, factors, cap, ENTROPY, False, HEAD)
     else:
         head, row_from, grad_from = 0, row, grad
     vocab, columns, y = vocab - head, columns - head, y - head
@@ -113,19 +115,20 @@ def store_gradient(
             i = first + end - 1 - step
         block = i + (mine & (i >= target)).to(tl.int32)
         x = tl.load(row_from + block * BLOCK + column).to(tl.float32)
-        g = rounded(gradient(x, None, k, factors, ENTROPY), grad.dtype.element_ty)
+        g = rounded(gradient(x, None, k, factors, cap, ENTROPY), grad.dtype.element_ty)
         tl.store(grad_from + block * BLOCK + column, g)
     if mine:
         for start in range(target * BLOCK, (target + 1) * BLOCK, PART):
-            store_special(row_from, grad_from, start, y, vocab, columns, k, factors, ENTROPY, True, PART)
+            store_special(row_from, grad_from, start, y, vocab, columns, k, factors, cap, ENTROPY, True, PART)
     for start in range(tl.maximum(first, whole) * BLOCK, last * BLOCK, PART):
-        store_special(row_from, grad_from, start, y, vocab, columns, k, factors, ENTROPY, False, PART)
+        store_special(row_from, grad_from, start, y, vocab, columns, k, factors, cap, ENTROPY, False, PART)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_grad_kernel(
     logits, grad, tokens, valids, stats, grad_logprobs, grad_entropies,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, parts, vocab, columns, k, per_t,
+    temperatures, cap,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CONGRUENT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -139,9 +142,10 @@ def row_grad_kernel(
     if (c != 0) | (e != 0):
         y = known_token(tl.load(tokens + q + shift), vocab)
         logprob, top, total, mean = load_stats(stats, n, valid)
-        factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY)
+        k, per_t = row_scale(temperatures, n, valid, k, per_t)
+        factors = gradient_factors(logprob, top, total, mean, c, e, k, per_t, cap, ENTROPY)
         row = logits + offset_of(q, inner, shift, stride_outer, stride_inner)
-        store_gradient(row, to, first, last, y, vocab, columns, k, factors, ENTROPY, BLOCK, CONGRUENT, False)
+        store_gradient(row, to, first, last, y, vocab, columns, k, factors, cap, ENTROPY, BLOCK, CONGRUENT, False)
     else:
         store_zeros(to, first, last, columns, BLOCK)
 
@@ -164,11 +168,13 @@ def row_grad_into(
     tokens: Tensor,
     valid: Tensor | None,
     temperature: float,
+    row_temperature: Tensor | None,
+    softcap: float,
     vocab_size: int,
     shift: bool,
     *coefficients: Tensor | None,
 ) -> None:
-    rows = launch.Rows(logits, tokens, valid, temperature, vocab_size, shift, grad)
+    rows = launch.Rows(logits, tokens, valid, temperature, row_temperature, softcap, vocab_size, shift, grad)
     logprobs, row_max, row_sum, row_mean, grad_logprobs, grad_entropy = map(launch.flat, coefficients)
     stats = logprobs, row_max, row_sum, row_mean if grad_entropy is not None else None
     args = (rows.logits, grad, rows.tokens, rows.valid, stats, grad_logprobs, grad_entropy)
@@ -176,12 +182,15 @@ def row_grad_into(
         small_row_grad(rows, args)
         return
     block = launch.grad_block(rows.columns, logits.element_size())
+    warps = launch.grad_warps(block, logits.element_size())
+    if rows.cap is not None:
+        block //= 2  # fewer columns a thread, for each takes more registers
     parts = triton.cdiv(rows.columns, block * launch.GRAD_BLOCKS)
     launch.run(
         row_grad_kernel,
         rows.all * parts,
-        (*args, *rows.numbers(), *rows.grad_strides, parts, vocab_size, rows.columns, rows.k, rows.per_t),
-        num_warps=launch.grad_warps(block, logits.element_size()),
+        (*args, *rows.numbers(), *rows.grad_strides, parts, vocab_size, rows.columns, *rows.scaling),
+        num_warps=warps,
         device=logits.device,
         ENTROPY=grad_entropy is not None,
         BLOCK=block,

@@ -4,13 +4,20 @@ All per-row values may be scalars or vectors over rows.
 
     ln p_y = t_y - ln S,   H = ln S - E[t],   S = sum(2^t_i) over all columns, t here in nats
     dL/dx_i = (c * (1[i=y] - p_i) - e * p_i * (ln p_i + H)) / T,   ln p_i + H = t_i - E[t]
+
+With a softcap (`cap`, softcap.py) the gradient has its slope at x_i as a factor.
 """
 
 import triton
 import triton.language as tl
 
+from ppo_kernels import config
 from ppo_kernels.triton_kernels.arithmetic import EXP2_ZERO, LN2, LOG2E, at_least, exp, exp2, expm1, log, log1p
 from ppo_kernels.triton_kernels.rows import rescale
+from ppo_kernels.triton_kernels.softcap import below, difference, slope
+
+MIN_TEMPERATURE = tl.constexpr(config.MIN_TEMPERATURE)
+MAX_TEMPERATURE = tl.constexpr(config.MAX_TEMPERATURE)
 
 
 @triton.jit
@@ -54,6 +61,27 @@ def load_mask(valids, n, here):
 
 
 @triton.jit
+def row_scale(temperatures, n, mask, k, per_t):
+    """(log2(e) / T, 1 / T) of rows n: as given, or by their own temperatures, rounded as the launcher would; NaN for a
+    temperature that is out of range."""
+    if temperatures is None:
+        return k, per_t
+    else:
+        t = tl.load(temperatures + n, mask=mask, other=1.0).to(tl.float64)
+        t = tl.where((t >= MIN_TEMPERATURE) & (t <= MAX_TEMPERATURE), t, float("nan"))
+        return (tl.full([], LOG2E, tl.float64) / t).to(tl.float32), (tl.full([], 1.0, tl.float64) / t).to(tl.float32)
+
+
+@triton.jit
+def column(k, temperatures):
+    """[R, 1] of what `row_scale` gave for rows [R]."""
+    if temperatures is None:
+        return k
+    else:
+        return k[:, None]
+
+
+@triton.jit
 def target_logit(row, y, valid):
     """x_y; NaN for a token outside the vocabulary, y = -1 (and an error with TRITON_DEBUG=1)."""
     tl.device_assert((y >= 0) | ~valid, "tokens: a token is outside the vocabulary")
@@ -61,13 +89,15 @@ def target_logit(row, y, valid):
 
 
 @triton.jit
-def finish(m, s, w, x_y, k, per_t, ENTROPY: tl.constexpr):
+def finish(m, s, w, x_y, k, per_t, cap, ENTROPY: tl.constexpr):
     """(logprob, entropy, max, sum, mean of (x - max) / T) of rows, from sums without the target and x_y."""
     top = tl.maximum(m, x_y)
-    s, w = rescale(m, s, w, top, k, ENTROPY)
-    t_y = at_least((x_y - top) * k, EXP2_ZERO)
+    at = below(top, cap)
+    s, w = rescale(m, s, w, at, k, cap, ENTROPY)
+    gap = difference(x_y, at, cap)
+    t_y = at_least(gap * k, EXP2_ZERO)
     e_y = exp2(t_y)
-    ln_e_y = (x_y - top) * per_t
+    ln_e_y = gap * per_t
     larger = e_y >= s
     log_rest = log1p(tl.div_rn(tl.where(larger, s, e_y), tl.where(larger, e_y, s)))
     log_sum = tl.where(larger, ln_e_y, log(tl.where(larger, 1.0, s))) + log_rest
@@ -127,12 +157,17 @@ def where_valid(valid, stats):
 
 
 @triton.jit
-def gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY: tl.constexpr):
+def gradient_factors(logprob, top, total, mean, c, e, k, per_t, cap, ENTROPY: tl.constexpr):
     """What `gradient` needs of a row, (r, a, b, a_y, b_y): dL/dx_i = 2^u_i * (a + b * u_i), u_i = (x_i - r) * k, and
-    dL/dx_y = a_y + b_y * u_y. With an entropy gradient r is close to the mean logit, so that u is all it takes."""
+    dL/dx_y = a_y + b_y * u_y. With an entropy gradient r is close to the mean logit, so that u is all it takes; with a
+    softcap r is the maximum, and u less the last factor, E[t] in bits, stands beside b."""
     a = -c * tl.div_rn(per_t, total)
     a_y = -c * expm1(logprob) * per_t
-    if ENTROPY:
+    if cap is not None:
+        b = -e * LN2 * tl.div_rn(per_t, total)
+        b_y = -e * exp(logprob) * LN2 * per_t
+        return below(top, cap) + (a, b, a_y, b_y, mean * LOG2E)
+    elif ENTROPY:
         mean2 = mean * LOG2E
         r = top + tl.div_rn(mean2, k)
         lift = (r - top) * k
@@ -146,8 +181,10 @@ def gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY: tl.cons
 
 
 @triton.jit
-def gradient(x, is_target, k, factors, ENTROPY: tl.constexpr):
+def gradient(x, is_target, k, factors, cap, ENTROPY: tl.constexpr):
     """dL/dx of logits. is_target: None if none of them is the row's target."""
+    if cap is not None:
+        return _capped_gradient(x, is_target, k, factors, cap, ENTROPY)
     r, a, b, a_y, b_y = factors
     u = (x - r) * k
     if ENTROPY:
@@ -159,3 +196,16 @@ def gradient(x, is_target, k, factors, ENTROPY: tl.constexpr):
     if is_target is not None:
         g = tl.where(is_target, a_y, g)
     return g
+
+
+@triton.jit
+def _capped_gradient(x, is_target, k, factors, cap, ENTROPY: tl.constexpr):
+    top, positive, negative, a, b, a_y, b_y, mean2 = factors
+    t = at_least(difference(x, (top, positive, negative), cap) * k, EXP2_ZERO)
+    g = exp2(t) * a
+    if ENTROPY:
+        g = exp2(t) * tl.fma(b, t - mean2, a)
+        a_y = tl.fma(b_y, t - mean2, a_y)
+    if is_target is not None:
+        g = tl.where(is_target, a_y, g)
+    return g * slope(x, cap)

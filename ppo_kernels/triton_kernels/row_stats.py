@@ -15,10 +15,12 @@ from torch import Tensor
 from ppo_kernels.triton_kernels import launch
 from ppo_kernels.triton_kernels.arithmetic import LOWEST
 from ppo_kernels.triton_kernels.row_math import (
+    column,
     finish,
     known_token,
     load_mask,
     locate,
+    row_scale,
     store_stats,
     target_logit,
     where_valid,
@@ -40,7 +42,7 @@ def store_partial(partials, n, split, splits, m, s, w, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def row_sums(partials, splits, mask, k, ENTROPY: tl.constexpr, SPLITS: tl.constexpr, AXIS: tl.constexpr):
+def row_sums(partials, splits, mask, k, cap, ENTROPY: tl.constexpr, SPLITS: tl.constexpr, AXIS: tl.constexpr):
     """(m, s, w) of rows from those of their splits. partials: where a row's begin, a scalar or [R, 1]."""
     split = tl.arange(0, SPLITS)
     there = mask & (split < splits)
@@ -49,13 +51,13 @@ def row_sums(partials, splits, mask, k, ENTROPY: tl.constexpr, SPLITS: tl.conste
     w = s
     if ENTROPY:
         w = tl.load(partials + split * 3 + 2, mask=there, other=0.0)
-    return combine(m, s, w, k, ENTROPY, AXIS)
+    return combine(m, s, w, k, cap, ENTROPY, AXIS)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def row_stats_kernel(
     logits, tokens, valids, outputs, partials,
-    inner, shift, stride_outer, stride_inner, splits, vocab, k, per_t,
+    inner, shift, stride_outer, stride_inner, splits, vocab, k, per_t, temperatures, cap,
     ENTROPY: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -63,11 +65,12 @@ def row_stats_kernel(
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
     valid = load_mask(valids, n, n >= 0)
     if valid:
+        k, per_t = row_scale(temperatures, n, valid, k, per_t)
         y = known_token(tl.load(tokens + token), vocab)
         row = logits + offset
-        m, s, w = split_sums(row, split, y, vocab, k, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
+        m, s, w = split_sums(row, split, y, vocab, k, cap, ENTROPY, LANES, UNROLL, BLOCKS, ALIGNED)
         if partials is None:
-            stats = finish(m, s, w, target_logit(row, y, valid), k, per_t, ENTROPY)
+            stats = finish(m, s, w, target_logit(row, y, valid), k, per_t, cap, ENTROPY)
             store_stats(outputs, n, stats, None, ENTROPY)
         else:
             store_partial(partials, n, split, splits, m, s, w, ENTROPY)
@@ -78,7 +81,7 @@ def row_stats_kernel(
 @triton.jit(do_not_specialize=RUNTIME)
 def row_finish_kernel(
     logits, tokens, valids, outputs, partials,
-    inner, shift, stride_outer, stride_inner, splits, n_rows, vocab, k, per_t,
+    inner, shift, stride_outer, stride_inner, splits, n_rows, vocab, k, per_t, temperatures, cap,
     ENTROPY: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -86,8 +89,10 @@ def row_finish_kernel(
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
     valid = load_mask(valids, n, here)
     y = known_token(tl.load(tokens + token, mask=valid, other=0), vocab)
-    m, s, w = row_sums(partials + (n.to(tl.int64) * splits * 3)[:, None], splits, valid[:, None], k, ENTROPY, SPLITS, 1)
-    stats = finish(m, s, w, target_logit(logits + offset, y, valid), k, per_t, ENTROPY)
+    k, per_t = row_scale(temperatures, n, valid, k, per_t)
+    splits_of, of_row = partials + (n.to(tl.int64) * splits * 3)[:, None], column(k, temperatures)
+    m, s, w = row_sums(splits_of, splits, valid[:, None], of_row, cap, ENTROPY, SPLITS, 1)
+    stats = finish(m, s, w, target_logit(logits + offset, y, valid), k, per_t, cap, ENTROPY)
     store_stats(outputs, n, where_valid(valid, stats), here, ENTROPY)
 
 
@@ -96,12 +101,15 @@ def row_stats(
     tokens: Tensor,
     valid: Tensor | None,
     temperature: float,
+    row_temperature: Tensor | None,
+    softcap: float,
     vocab_size: int,
     shift: bool,
     want_entropy: bool,
 ) -> tuple[Tensor, ...]:
     """The operator ppo_kernels::row_stats."""
-    rows = launch.Rows(logits, tokens, valid, temperature, vocab_size, shift)
+    launch.check_tokens(tokens, valid, vocab_size, shift)
+    rows = launch.Rows(logits, tokens, valid, temperature, row_temperature, softcap, vocab_size, shift)
     outputs = rows.outputs(want_entropy)
     if vocab_size <= SMALL:
         small_row_stats(rows, outputs, want_entropy)
@@ -113,7 +121,7 @@ def row_stats(
     launch.run(
         row_stats_kernel,
         rows.n * shape.splits,
-        (*common, vocab_size, rows.k, rows.per_t),
+        (*common, vocab_size, *rows.scaling),
         num_warps=launch.row_warps(shape),
         device=logits.device,
         ENTROPY=want_entropy,
@@ -126,7 +134,7 @@ def row_stats(
         launch.run(
             row_finish_kernel,
             triton.cdiv(rows.n, FINISH_ROWS),
-            (*common, rows.n, vocab_size, rows.k, rows.per_t),
+            (*common, rows.n, vocab_size, *rows.scaling),
             num_warps=4,
             device=logits.device,
             ENTROPY=want_entropy,

@@ -2,6 +2,8 @@
 
     m = max(x_i),  t_i = (x_i - m) * k,  s = sum(2^t_i),  w = sum(2^t_i * t_i),   i != y, k = log2(e) / T
 
+With a softcap, x_i - m is the difference of the capped logits (softcap.py).
+
 The target is left out, so that a target that holds nearly all probability keeps its 1 - p; row_math.finish adds it.
 
 A row is cut into splits of BLOCKS blocks, a block into UNROLL tiles of LANES chunks of 16 bytes. A lane keeps (m, s, w)
@@ -17,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ppo_kernels.triton_kernels.arithmetic import EXP2_ZERO, LOWEST, at_least, exp2
+from ppo_kernels.triton_kernels.softcap import below, difference
 
 FIXED_POINT = tl.constexpr(2.0**40)  # sums are >= 1 and at most V
 MAX_VOCAB = 2**21
@@ -112,9 +115,9 @@ def _load_words(start, live, dtype: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def rescale(m, s, w, top, k, ENTROPY: tl.constexpr):
-    """Sums against the maximum m, against top >= m instead."""
-    d = at_least((m - top) * k, EXP2_ZERO)
+def rescale(m, s, w, top, k, cap, ENTROPY: tl.constexpr):
+    """Sums against the maximum m, against a larger one instead. top: `below` of that."""
+    d = at_least(difference(m, top, cap) * k, EXP2_ZERO)
     r = exp2(d)
     if ENTROPY:
         w = r * tl.fma(s, d, w)
@@ -122,8 +125,8 @@ def rescale(m, s, w, top, k, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def add(x, m, s, w, k, ENTROPY: tl.constexpr):
-    t = at_least((x - m) * k, EXP2_ZERO)  # -inf: 2^t is 0, and 0 * t is too
+def add(x, top, s, w, k, cap, ENTROPY: tl.constexpr):
+    t = at_least(difference(x, top, cap) * k, EXP2_ZERO)  # -inf: 2^t is 0, and 0 * t is too
     e = exp2(t)
     if ENTROPY:
         w = tl.fma(e, t, w)
@@ -132,7 +135,7 @@ def add(x, m, s, w, k, ENTROPY: tl.constexpr):
 
 @triton.jit
 def add_block(
-    row, words, block, y, vocab, whole, m, s, w, k,
+    row, words, block, y, vocab, whole, m, s, w, k, cap,
     ENTROPY: tl.constexpr, MASKED: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Adds a block of a row to (m, s, w) [LANES]. MASKED: without column y, and with the row's end if it is block
@@ -168,15 +171,16 @@ def add_block(
     top = m
     for j in tl.static_range(UNROLL * CHUNK + MASKED):
         top = tl.maximum(top, logits[j])
-    s, w = rescale(m, s, w, top, k, ENTROPY)
+    at = below(top, cap)
+    s, w = rescale(m, s, w, at, k, cap, ENTROPY)
     for j in tl.static_range(UNROLL * CHUNK + MASKED):
-        s, w = add(logits[j], top, s, w, k, ENTROPY)
+        s, w = add(logits[j], at, s, w, k, cap, ENTROPY)
     return top, s, w
 
 
 @triton.jit
 def split_sums(
-    row, split, y, vocab, k,
+    row, split, y, vocab, k, cap,
     ENTROPY: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """(m, s, w) of one split of a row: whole blocks without the target, then the target's, then the ragged one."""
@@ -192,20 +196,22 @@ def split_sums(
     mine = (target >= first) & (target < last)
     for i in range(first, last - mine.to(tl.int32)):
         block = i + (mine & (i >= target)).to(tl.int32)
-        m, s, w = add_block(row, words, block, y, vocab, whole, m, s, w, k, ENTROPY, False, LANES, UNROLL, ALIGNED)
+        m, s, w = add_block(row, words, block, y, vocab, whole, m, s, w, k, cap, ENTROPY, False, LANES, UNROLL, ALIGNED)
     for special in range(2):
         block = tl.where(special == 0, target, whole)
         ragged = (whole >= first) & (whole < first + BLOCKS)
         if ((special == 0) & mine) | ((special == 1) & ragged):
-            m, s, w = add_block(row, words, block, y, vocab, whole, m, s, w, k, ENTROPY, True, LANES, UNROLL, ALIGNED)
-    return combine(m, s, w, k, ENTROPY, 0)
+            m, s, w = add_block(
+                row, words, block, y, vocab, whole, m, s, w, k, cap, ENTROPY, True, LANES, UNROLL, ALIGNED
+            )
+    return combine(m, s, w, k, cap, ENTROPY, 0)
 
 
 @triton.jit
-def combine(m, s, w, k, ENTROPY: tl.constexpr, AXIS: tl.constexpr):
+def combine(m, s, w, k, cap, ENTROPY: tl.constexpr, AXIS: tl.constexpr):
     """(m, s, w) over an axis of lanes or splits, the same bits in any order."""
     top = tl.max(m, AXIS, keep_dims=True)
-    s, w = rescale(m, s, w, top, k, ENTROPY)
+    s, w = rescale(m, s, w, below(top, cap), k, cap, ENTROPY)
     nan = s != s
     any_nan = tl.max(nan.to(tl.int32), AXIS) != 0
     total = _fixed_point_sum(s, nan, any_nan, AXIS)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ppo_kernels.triton_kernels import launch
 from ppo_kernels.triton_kernels.arithmetic import LOWEST, at_least, rounded
 from ppo_kernels.triton_kernels.row_math import (
+    column,
     finish,
     gradient,
     gradient_factors,
@@ -23,6 +24,7 @@ from ppo_kernels.triton_kernels.row_math import (
     load_stats,
     locate,
     offset_of,
+    row_scale,
     scored_row,
     store_stats,
     target_logit,
@@ -37,55 +39,63 @@ RUNTIME = ["inner", "shift", "stride_outer", "stride_inner", "grad_stride_outer"
 
 
 @triton.jit
-def tile_sums(x, y, k, ENTROPY: tl.constexpr):
+def tile_sums(x, y, k, cap, ENTROPY: tl.constexpr):
     """(m, s, w) of the rows of x [ROWS, WIDTH] without their targets y [ROWS]; -inf where there is no column."""
     x = tl.where(tl.arange(0, x.shape[1]) == y[:, None], -float("inf"), x)
     s = tl.where(x == x, tl.where(x == -float("inf"), 0.0, 1.0), x)
-    return combine(at_least(x, LOWEST), s, tl.zeros_like(x), k, ENTROPY, 1)
+    return combine(at_least(x, LOWEST), s, tl.zeros_like(x), k, cap, ENTROPY, 1)
 
 
 @triton.jit
 def load_tile(logits, tokens, offset, token, valid, vocab, WIDTH: tl.constexpr):
-    """(x [ROWS, WIDTH], y, x_y)."""
+    """(x [ROWS, WIDTH], y)."""
     y = known_token(tl.load(tokens + token, mask=valid, other=0), vocab)
     column = tl.arange(0, WIDTH)
     there = valid[:, None] & (column < vocab)
     x = tl.load(logits + offset[:, None] + column, mask=there, other=-float("inf")).to(tl.float32)
-    return x, y, target_logit(logits + offset, y, valid)
+    return x, y
 
 
 @triton.jit
-def store_gradient(grad, offset, here, active, x, y, stats, c, e, vocab, columns, k, per_t, ENTROPY: tl.constexpr):
+def store_gradient(
+    grad, offset, here, active, x, y, stats, c, e, vocab, columns, k, per_t, temperatures, cap, ENTROPY: tl.constexpr
+):
     """Stores the gradient of the tile's rows at their offsets; zeros where not `active`."""
     logprob, top, total, mean = stats
-    r, a, b, a_y, b_y = gradient_factors(logprob, top, total, mean, c, e, k, per_t, ENTROPY)
-    factors = r[:, None], a[:, None], b[:, None], a_y[:, None], b_y[:, None]
-    column = tl.arange(0, x.shape[1])
-    g = gradient(x, column == y[:, None], k, factors, ENTROPY)
-    g = rounded(tl.where(active[:, None] & (column < vocab), g, 0.0), grad.dtype.element_ty)
-    tl.store(grad + offset[:, None] + column, g, mask=here[:, None] & (column < vocab))
+    of_row = gradient_factors(logprob, top, total, mean, c, e, k, per_t, cap, ENTROPY)
+    factors = ()
+    for i in tl.static_range(len(of_row)):
+        factors = factors + (of_row[i][:, None],)
+    i = tl.arange(0, x.shape[1])
+    g = gradient(x, i == y[:, None], column(k, temperatures), factors, cap, ENTROPY)
+    g = rounded(tl.where(active[:, None] & (i < vocab), g, 0.0), grad.dtype.element_ty)
+    tl.store(grad + offset[:, None] + i, g, mask=here[:, None] & (i < vocab))
     for start in range(vocab, columns, x.shape[1]):  # columns that do not exist
-        tl.store(grad + offset[:, None] + start + column, 0.0, mask=here[:, None] & (start + column < columns))
+        tl.store(grad + offset[:, None] + start + i, 0.0, mask=here[:, None] & (start + i < columns))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def small_stats_kernel(
     logits, tokens, valids, outputs, n_rows, inner, shift, stride_outer, stride_inner, vocab, k, per_t,
+    temperatures, cap,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = n < n_rows
     valid = load_mask(valids, n, here)
     offset, token = locate(n, inner, shift, stride_outer, stride_inner)
-    x, y, x_y = load_tile(logits, tokens, offset, token, valid, vocab, WIDTH)
-    m, s, w = tile_sums(x, y, k, ENTROPY)
-    store_stats(outputs, n, where_valid(valid, finish(m, s, w, x_y, k, per_t, ENTROPY)), here, ENTROPY)
+    x, y = load_tile(logits, tokens, offset, token, valid, vocab, WIDTH)
+    x_y = target_logit(logits + offset, y, valid)
+    k, per_t = row_scale(temperatures, n, valid, k, per_t)
+    m, s, w = tile_sums(x, y, column(k, temperatures), cap, ENTROPY)
+    store_stats(outputs, n, where_valid(valid, finish(m, s, w, x_y, k, per_t, cap, ENTROPY)), here, ENTROPY)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def small_grad_kernel(
     logits, grad, tokens, valids, stats, grad_logprobs, grad_entropies, n_rows,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, vocab, columns, k, per_t,
+    temperatures, cap,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -95,16 +105,18 @@ def small_grad_kernel(
     c, e = load_coefficients(grad_logprobs, grad_entropies, n, valid)
     active = valid & ((c != 0) | (e != 0))
     offset = offset_of(q, inner, shift, stride_outer, stride_inner)
-    x, y, _ = load_tile(logits, tokens, offset, q + shift, active, vocab, WIDTH)
+    x, y = load_tile(logits, tokens, offset, q + shift, active, vocab, WIDTH)
     row = load_stats(stats, n, active)
     to = offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
-    store_gradient(grad, to, here, active, x, y, row, c, e, vocab, columns, k, per_t, ENTROPY)
+    k, per_t = row_scale(temperatures, n, active, k, per_t)
+    store_gradient(grad, to, here, active, x, y, row, c, e, vocab, columns, k, per_t, temperatures, cap, ENTROPY)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def small_fused_kernel(
     logits, grad, tokens, valids, outputs, token_inputs, loss_params, n_rows,
     inner, shift, stride_outer, stride_inner, grad_stride_outer, grad_stride_inner, vocab, columns, k, per_t,
+    temperatures, cap,
     ENTROPY: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -113,16 +125,19 @@ def small_fused_kernel(
     stored = here & scored
     valid = load_mask(valids, n, stored)
     offset = offset_of(q, inner, shift, stride_outer, stride_inner)
-    x, y, x_y = load_tile(logits, tokens, offset, q + shift, valid, vocab, WIDTH)
+    x, y = load_tile(logits, tokens, offset, q + shift, valid, vocab, WIDTH)
+    x_y = target_logit(logits + offset, y, valid)
     tl.debug_barrier()  # all have read before one writes
-    m, s, w = tile_sums(x, y, k, ENTROPY)
-    stats = where_valid(valid, finish(m, s, w, x_y, k, per_t, ENTROPY))
+    k, per_t = row_scale(temperatures, n, valid, k, per_t)
+    m, s, w = tile_sums(x, y, column(k, temperatures), cap, ENTROPY)
+    stats = where_valid(valid, finish(m, s, w, x_y, k, per_t, cap, ENTROPY))
     store_stats(outputs, n, stats, stored, ENTROPY)
     logprob, entropy, top, total, mean = stats
     c, e = row_coefficients(logprob, entropy, token_inputs, n, valid, loss_params)
     to = offset_of(q, inner, shift, grad_stride_outer, grad_stride_inner)
     active = valid & ((c != 0) | (e != 0))
-    store_gradient(grad, to, here, active, x, y, (logprob, top, total, mean), c, e, vocab, columns, k, per_t, SPREAD)
+    row = logprob, top, total, mean
+    store_gradient(grad, to, here, active, x, y, row, c, e, vocab, columns, k, per_t, temperatures, cap, SPREAD)
 
 
 def _launch(kernel: Any, rows: launch.Rows, n: int, args: tuple[Any, ...], **constants: Any) -> None:
@@ -133,15 +148,15 @@ def _launch(kernel: Any, rows: launch.Rows, n: int, args: tuple[Any, ...], **con
 
 
 def small_row_stats(rows: launch.Rows, outputs: tuple[Tensor, ...], want_entropy: bool) -> None:
-    args = (rows.logits, rows.tokens, rows.valid, outputs, rows.n, *rows.numbers(), rows.vocab, rows.k, rows.per_t)
+    args = (rows.logits, rows.tokens, rows.valid, outputs, rows.n, *rows.numbers(), rows.vocab, *rows.scaling)
     _launch(small_stats_kernel, rows, rows.n, args, ENTROPY=want_entropy)
 
 
 def small_row_grad(rows: launch.Rows, args: tuple[Any, ...]) -> None:
-    args += (rows.all, *rows.numbers(), *rows.grad_strides, rows.vocab, rows.columns, rows.k, rows.per_t)
+    args += (rows.all, *rows.numbers(), *rows.grad_strides, rows.vocab, rows.columns, *rows.scaling)
     _launch(small_grad_kernel, rows, rows.all, args, ENTROPY=args[6] is not None)
 
 
 def small_row_fused(rows: launch.Rows, args: tuple[Any, ...], want_entropy: bool, spread: bool) -> None:
-    args += (rows.all, *rows.numbers(), *rows.grad_strides, rows.vocab, rows.columns, rows.k, rows.per_t)
+    args += (rows.all, *rows.numbers(), *rows.grad_strides, rows.vocab, rows.columns, *rows.scaling)
     _launch(small_fused_kernel, rows, rows.all, args, ENTROPY=want_entropy, SPREAD=spread)

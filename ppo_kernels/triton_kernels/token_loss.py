@@ -1,6 +1,6 @@
 """The loss of given log-probs: everything of size N in one launch, then the sums of its programs in another.
 
-`policy_term` is the loss mathematics, the same as token_loss in ppo_kernels/reference.py; row_fused.py calls it too.
+`policy_term` is the loss mathematics, the same as token_loss in ppo_kernels/loss_terms.py; row_fused.py calls it too.
 Sums are taken in fp64, a fixed tree in each program and then over programs in order: no atomics.
 """
 
@@ -31,8 +31,8 @@ def clamp(x, bound):
 
 @triton.jit
 def kl_estimate(log_ratio, loss_params):
-    """The KL estimate of a token and its derivative by logprob."""
-    _, _, _, _, _, _, kind, input_clamp, output_clamp, _, _, _ = loss_params
+    """The KL estimate of a token, its derivative by logprob, and the sum of both, after the input clamp."""
+    _, _, _, _, _, _, kind, input_clamp, _, _, _, _, _, _, _, _, _, _ = loss_params
     d = clamp(log_ratio, input_clamp)
     exp_d = exp(-d)
     k3 = excess(-d, exp_d)
@@ -40,15 +40,44 @@ def kl_estimate(log_ratio, loss_params):
     value = tl.where(kind == 0, d, tl.where(kind == 1, 0.5 * d * d, tl.where(kind == 2, k3, tl.abs(d))))
     k3_slope = tl.where(tl.abs(d) > 0.5, 1 - exp_d, d - k3)
     slope = tl.where(kind == 0, 1.0, tl.where(kind == 1, d, tl.where(kind == 2, k3_slope, sign)))
-    outside = (tl.abs(value) > output_clamp) | (tl.abs(log_ratio) > input_clamp)
-    return clamp(value, output_clamp), tl.where(outside, 0.0, slope)
+    both = tl.where(kind == 2, d, value + slope)
+    outside = tl.abs(log_ratio) > input_clamp
+    return value, tl.where(outside, 0.0, slope), tl.where(outside, 0.0, both)
+
+
+@triton.jit
+def policy_loss(ratio, logprob, advantage, loss_params):
+    """The policy loss of one token, its derivative by logprob, and whether it was clipped: low, high, dual."""
+    ratio_low, ratio_high, dual_clip, _, _, _, _, _, _, _, _, _, _, kind, tau_pos, tau_neg, _, _ = loss_params
+    low, high, gains, loses = ratio < ratio_low, ratio > ratio_high, advantage > 0, advantage < 0
+    dual = loses & (ratio > dual_clip)
+    no_advantage = (advantage == 0) & (ratio == ratio)  # 0 * inf is 0 here
+    if kind == 0:  # ppo
+        low, high = loses & low, gains & high
+        constant = low | high | dual | no_advantage
+        held = tl.where(high, ratio_high, tl.where(low, ratio_low, tl.where(dual, dual_clip, 0.0)))
+        value = -advantage * tl.where(constant, held, ratio)
+        slope = tl.where(constant, 0.0, value)
+    elif kind == 3:  # sapo
+        tau = tl.where(gains, tau_pos, tau_neg)
+        e = exp(-tau * (ratio - 1))
+        gate, rest = 1 / (1 + e), 1 / (1 + 1 / e)
+        value = -advantage * gate * 4 / tau
+        slope = -4 * advantage * tl.where(rest == 0, 0.0, ratio * rest) * gate
+    else:  # cispo, reinforce
+        weight = tl.where(low, ratio_low, tl.where(high, ratio_high, ratio))
+        slope = tl.where(kind == 1, tl.where(no_advantage, 0.0, -advantage * weight), -advantage)
+        value = tl.where(slope == 0, 0.0, slope * logprob)
+    return value, slope, low, high, dual
 
 
 @triton.jit
 def policy_term(logprob, entropy, old, advantage, weight, ref, loss_params):
     """One token: (c = dL/dlogprob, e = dL/dentropy, policy loss, KL, loss, log-ratio clamped, ratio, low, high, dual,
     clamped). old, ref: None where not given."""
-    ratio_low, ratio_high, dual_clip, bound, entropy_coef, kl_coef, _, _, _, _, _, _ = loss_params
+    _, _, _, bound, entropy_coef, kl_coef, _, _, kl_output_clamp, _, _, _, _, loss_type, _, _, kl_gradient, _ = (
+        loss_params
+    )
     if old is None:
         log_ratio = logprob - logprob
     else:
@@ -56,15 +85,18 @@ def policy_term(logprob, entropy, old, advantage, weight, ref, loss_params):
     is_clamped = tl.abs(log_ratio) > bound
     x = clamp(log_ratio, bound)
     ratio = exp(x)
-    gains, loses = advantage > 0, advantage < 0
-    high, low, dual = gains & (ratio > ratio_high), loses & (ratio < ratio_low), loses & (ratio > dual_clip)
-    constant = high | low | dual | ((advantage == 0) & (ratio == ratio))  # 0 * inf is 0 here
-    held = tl.where(high, ratio_high, tl.where(low, ratio_low, tl.where(dual, dual_clip, 0.0)))
-    policy = -advantage * tl.where(constant, held, ratio)
-    slope = tl.where(constant | is_clamped, 0.0, policy)
+    policy, slope, low, high, dual = policy_loss(ratio, logprob, advantage, loss_params)
+    by_ratio = (loss_type == 0) | (loss_type == 3)
+    slope = tl.where(is_clamped & by_ratio, 0.0, slope)
     loss, kl = policy, policy * 0
     if ref is not None:
-        kl, kl_slope = kl_estimate(logprob - ref, loss_params)
+        kl, kl_slope, both = kl_estimate(logprob - ref, loss_params)
+        weighted_slope = tl.where(ratio == 0, 0.0, ratio * tl.where(is_clamped, kl_slope, both))
+        kl = tl.where(kl_gradient == 2, tl.where(ratio == 0, 0.0, ratio * kl), kl)
+        kl_slope = tl.where(kl_gradient == 2, weighted_slope, tl.where(kl_gradient == 3, both, kl_slope))
+        kl_slope = tl.where(tl.abs(kl) > kl_output_clamp, 0.0, kl_slope)
+        kl_slope = tl.where(kl_gradient == 1, logprob - ref, kl_slope)
+        kl = clamp(kl, kl_output_clamp)
         slope = tl.where(kl_coef != 0, slope + kl_coef * kl_slope, slope)  # 0 * inf is 0 here, and below
         loss = tl.where(kl_coef != 0, loss + kl_coef * kl, loss)
     loss = tl.where(entropy_coef != 0, loss - entropy_coef * entropy, loss)
@@ -89,17 +121,24 @@ def row_coefficients(logprob, entropy, inputs, n, valid, loss_params):
 
 
 @triton.jit
+def square(error, delta):
+    """error^2, or beyond delta the line that goes on from it."""
+    size = tl.abs(error)
+    return tl.where(size > delta, delta * (2 * size - delta), error * error)
+
+
+@triton.jit
 def value_term(value, old, target, loss_params):
     """(squared error, its derivative by the value, clipped) of one value; old: None where not given."""
-    _, _, _, _, _, _, _, _, _, clip, _, _ = loss_params
+    _, _, _, _, _, _, _, _, _, clip, _, _, delta, _, _, _, _, _ = loss_params
     error = value - target
     if old is None:
-        return error * error, 2 * error, tl.zeros_like(value).to(tl.int1)
+        return square(error, delta), 2 * clamp(error, delta), tl.zeros_like(value).to(tl.int1)
     moved = value - old
     bounded = tl.where(moved > 0, old + clip, old - clip) - target
-    clipped = (tl.abs(moved) > clip) & (bounded * bounded > error * error)
+    clipped = (tl.abs(moved) > clip) & (square(bounded, delta) > square(error, delta))
     error = tl.where(clipped, bounded, error)
-    return error * error, tl.where(clipped, 0.0, 2 * error), clipped
+    return square(error, delta), tl.where(clipped, 0.0, 2 * clamp(error, delta)), clipped
 
 
 @triton.jit
@@ -164,7 +203,7 @@ def token_loss_kernel(
         counted = load_mask(value_valids, n, here)
         value = tl.load(values + n, mask=counted, other=0.0)
         target = tl.load(returns + n, mask=counted, other=0.0)
-        _, _, _, _, _, _, _, _, _, _, vf_coef, scale = loss_params
+        _, _, _, _, _, _, _, _, _, _, vf_coef, scale, _, _, _, _, _, _ = loss_params
         share = tl.load(value_weights + n, mask=counted, other=0.0) * scale
         old_value = None
         if old_values is not None:
@@ -191,7 +230,7 @@ def finish_kernel(partials, loss_params, terms, metrics, programs, HAS_VALUES: t
         sums += tl.sum(part, 0)
         maxima = tl.maximum(maxima, tl.max(tl.where((row < programs)[:, None], part, LOWEST), 0))
     result = tl.where(column < SUMS, sums, maxima)
-    _, _, _, _, entropy_coef, kl_coef, _, _, _, _, vf_coef, _ = loss_params
+    _, _, _, _, entropy_coef, kl_coef, _, _, _, _, vf_coef, _, _, _, _, _, _, _ = loss_params
     policy = tl.sum(tl.where(column == 0, result, 0.0), 0)
     entropy = tl.sum(tl.where(column == 1, result, 0.0), 0)
     kl = tl.sum(tl.where(column == 2, result, 0.0), 0)
@@ -208,7 +247,7 @@ def finish_kernel(partials, loss_params, terms, metrics, programs, HAS_VALUES: t
 
 
 def flat_inputs(inputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """reference.TokenInputs as the kernels read them; bool for the two masks."""
+    """loss_terms.TokenInputs as the kernels read them; bool for the two masks."""
     return [launch.flat(x, torch.bool if i in (2, 8) else torch.float32) for i, x in enumerate(inputs)]
 
 

@@ -31,8 +31,9 @@ def moments_kernel(x, valids, moments, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def whiten_kernel(
-    x, valids, moments, out, size, programs, eps, unbiased, shift_mean, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
+    x, valids, moments, out, size, programs, eps, unbiased, shift_mean,
+    EPS_ON: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     count = tl.zeros([PARTS], tl.float64)
     total = tl.zeros([PARTS], tl.float64)
     for start in range(0, programs, PARTS):
@@ -53,11 +54,17 @@ def whiten_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = load_mask(valids, at, at < size)
     off = tl.load(x + at, mask=valid, other=0.0).to(tl.float64) - mean
-    whitened = tl.where(off == 0, 0.0, off / tl.sqrt(variance + eps)) + tl.where(shift_mean != 0, 0.0, mean)
+    if EPS_ON == "std":
+        deviation = tl.sqrt(variance) + eps
+    elif EPS_ON == "var":
+        deviation = tl.sqrt(variance + eps)
+    else:
+        deviation = tl.sqrt(tl.where(variance < eps, eps, variance))
+    whitened = tl.where(off == 0, 0.0, off / deviation) + tl.where(shift_mean != 0, 0.0, mean)
     tl.store(out + at, tl.where(valid, whitened, 0.0).to(tl.float32), mask=at < size)
 
 
-def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, eps: float) -> Tensor:
+def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, eps: float, eps_on: str) -> Tensor:
     """The operator ppo_kernels::whiten."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     dense, valids, size = x.contiguous(), launch.flat(valid, torch.bool), x.numel()
@@ -66,5 +73,6 @@ def whiten(x: Tensor, valid: Tensor | None, shift_mean: bool, unbiased: bool, ep
     moments = torch.empty(programs, 3, dtype=torch.float64, device=x.device)
     launch.run(moments_kernel, programs, (dense, valids, moments, size), num_warps=4, device=x.device, BLOCK=block)
     args = (dense, valids, moments, out, size, programs, eps, float(unbiased), int(shift_mean))
-    launch.run(whiten_kernel, programs, args, num_warps=4, device=x.device, BLOCK=block, PARTS=PARTS)
+    options = {"EPS_ON": eps_on, "BLOCK": block, "PARTS": PARTS}
+    launch.run(whiten_kernel, programs, args, num_warps=4, device=x.device, **options)
     return out

@@ -68,7 +68,7 @@ def gae(rows: int, steps: int, mask_mode: str = "none", ends: bool = False, next
 
 
 def whiten(masked: bool) -> None:
-    triton_kernels.whiten(torch.empty(100_000), mask(100_000, masked), True, False, 1e-8)
+    triton_kernels.whiten(torch.empty(100_000), mask(100_000, masked), True, False, 1e-8, "var")
 
 
 def scale(dtype: torch.dtype) -> None:
@@ -104,6 +104,15 @@ ONCE: dict[str, Callable[[], None]] = {
     "row_grad fp16 entropy": call(row_grad, FP16, VOCAB, True),
     "row_grad fp32 entropy": call(row_grad, FP32, VOCAB, True),
     "row_grad fp32 V=8": call(row_grad, FP32, 8),
+    "row_stats bf16 entropy, a temperature a row": call(row_stats, BF16, VOCAB, True, per_row=True),
+    "row_grad bf16 entropy, a temperature a row": call(row_grad, BF16, VOCAB, True, per_row=True),
+    "row_fused bf16 V=32000 entropy, a temperature a row": call(row_fused_loss, BF16, 32000, True, per_row=True),
+    "row_stats bf16 V=8 entropy, a temperature a row": call(row_stats, BF16, 8, True, per_row=True),
+    "row_stats bf16 entropy, softcap": call(row_stats, BF16, VOCAB, True, softcap=30.0),
+    "row_stats fp32 entropy, softcap": call(row_stats, FP32, VOCAB, True, softcap=30.0),
+    "row_grad bf16 entropy, softcap": call(row_grad, BF16, VOCAB, True, softcap=30.0),
+    "row_grad fp32, softcap": call(row_grad, FP32, VOCAB, softcap=30.0),
+    "row_fused bf16 V=8 entropy, softcap": call(row_fused_loss, BF16, 8, True, softcap=30.0),
     "row_fused bf16 V=32000": call(row_fused_loss, BF16, 32000),
     "row_fused bf16 V=32000 entropy everything": call(row_fused_loss, BF16, 32000, True, optional=True),
     "row_fused bf16 V=32000 unaligned in place": call(row_fused_loss, BF16, 32000, aligned=False, in_place=True),

@@ -389,3 +389,19 @@ def test_case_43_half_values_get_a_half_gradient(dtype):
     assert values.grad.dtype == lp.grad.dtype == dtype
     want = oracle.ppo(lp, torch.zeros(N), torch.ones(N), spec=LossSpec(), values=values, returns=torch.zeros(N))
     assert_close(values.grad, want.d_values, 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11)
+
+
+@pytest.mark.parametrize("how", ["ppo_loss", "fused", "logprobs", "values"])
+def test_case_39_a_second_derivative_is_an_error_on_the_way_to_one_input_too(how):
+    """Upstream 1 has no graph, and autograd.grad walks only the paths to the inputs it is asked for."""
+    x = leaf(torch.randn(2, 4))
+    given = (torch.zeros(2, dtype=torch.int64), None, torch.ones(2))
+    loss = {
+        "ppo_loss": lambda: ppo_loss(x[:, 0], None, torch.ones(2)).loss,
+        "fused": lambda: fused_ppo_loss(x, *given).loss,
+        "logprobs": lambda: logprobs_from_logits(x, given[0]).sum(),
+        "values": lambda: fused_ppo_loss(x.detach(), *given, values=x[:, 0], returns=torch.zeros(2)).loss,
+    }[how]()
+    (grad,) = torch.autograd.grad(loss + x.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once.differentiable|differentiate twice"):
+        torch.autograd.grad(grad.sum(), x)

@@ -150,3 +150,22 @@ def test_rows_that_overlap_are_refused():
     overlapping = torch.randn(20).as_strided((3, 8), (4, 1)).requires_grad_()
     with pytest.raises(ValueError, match="no overlap"):
         fused_ppo_loss(overlapping, torch.zeros(3, dtype=torch.long), None, torch.ones(3), inplace_grad=True)
+
+
+def test_log_probs_alone_write_their_gradient_over_the_logits_once_and_in_backward():
+    base, tokens, _, upstream = problem()
+    z = leaf(base) * 1
+    logprobs, entropy = logprobs_from_logits(z, tokens, return_entropy=True, inplace_grad=True)
+    assert same_bits(z.detach(), base)
+    (logprobs * upstream + 0.1 * entropy).sum().backward(retain_graph=True)
+    other = leaf(base)
+    logprobs_, entropy_ = logprobs_from_logits(other, tokens, return_entropy=True)
+    (logprobs_ * upstream + 0.1 * entropy_).sum().backward()
+    assert same_bits(z.detach(), other.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+def test_log_probs_refuse_to_write_over_logits_that_overlap():
+    with pytest.raises(ValueError, match="strides"):
+        logprobs_from_logits(torch.randn(1, V).expand(N, V), torch.zeros(N, dtype=torch.int64), inplace_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
+import ranks
 import torch
 from checks import assert_close, assert_entropy, assert_logits_grad, assert_logprobs, leaf, same_bits
 from oracle import LossSpec
@@ -171,58 +173,41 @@ def test_case_56_a_plain_tensor_subclass_is_scored_right():
     assert_logprobs(got.as_subclass(torch.Tensor), oracle.score(logits, tokens).logprobs)
 
 
-DTENSOR = """
-    import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def score_dtensors(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    def main(rank, world, store, placement):
-        import ppo_kernels
-        dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=world)
-        mesh = init_device_mesh("cpu", (world,))
-        torch.manual_seed(0)
-        logits, tokens = torch.randn(4, 10), torch.tensor([0, 4, 5, 9])
-        want = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
-        how = {"replicate": Replicate(), "shard_vocab": Shard(-1), "shard_rows": Shard(0)}[placement]
-        x = distribute_tensor(logits, mesh, [how]).requires_grad_()
-        ids = distribute_tensor(tokens, mesh, [Replicate() if placement == "shard_vocab" else how])
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(4, 10), torch.tensor([0, 4, 5, 9])
+    want = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
+    errors = []
+    for placement in (Replicate(), Shard(-1)):
+        x = distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        ids = distribute_tensor(tokens, mesh, [Replicate()])
         for args in ((x, tokens), (x, ids)):
             try:
-                got = ppo_kernels.logprobs_from_logits(*args)
+                got = logprobs_from_logits(*args)
             except (ValueError, TypeError, NotImplementedError) as error:
-                text = str(error).lower()
-                assert "logits" in text or "dtensor" in text, text
+                errors.append(str(error))
                 continue
             if hasattr(got, "full_tensor"):
                 got = got.full_tensor()
             assert got.shape == want.shape, got.shape
             torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
         try:
-            ppo_kernels.fused_ppo_loss(x, tokens, torch.zeros(4), torch.ones(4))
+            fused_ppo_loss(x, tokens, torch.zeros(4), torch.ones(4))
         except (ValueError, TypeError, NotImplementedError) as error:
-            assert "logits" in str(error).lower() or "dtensor" in str(error).lower(), str(error)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        mp.spawn(main, args=(int(sys.argv[2]), sys.argv[1], sys.argv[3]), nprocs=int(sys.argv[2]))
-"""
+            errors.append(str(error))
+    return errors
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-@pytest.mark.parametrize(("world", "placement"), [(1, "replicate"), (1, "shard_vocab"), (2, "shard_vocab")])
-def test_case_56_a_dtensor_is_right_or_a_clear_error(world, placement, tmp_path):
-    script = tmp_path / "dtensor.py"
-    script.write_text(textwrap.dedent(DTENSOR))
-    root = str(Path(ppo_kernels.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    result = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store"), str(world), placement],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+@ranks.DISTRIBUTED
+@ranks.ONCE
+@pytest.mark.parametrize("world", [1, 2])
+def test_case_56_a_dtensor_is_right_or_a_clear_error(world, tmp_path):
+    for errors in ranks.run(score_dtensors, world, tmp_path):
+        assert all(re.search("logits|dtensor", error, re.IGNORECASE) for error in errors), errors
 
 
 SELF_CHECK = """

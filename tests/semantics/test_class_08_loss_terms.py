@@ -12,7 +12,7 @@ import torch
 from checks import assert_close, leaf
 from oracle import LossSpec
 
-from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss
+from ppo_kernels import PPOLossConfig, fused_ppo_loss, logprobs_from_logits, ppo_loss, ppo_value_loss
 
 
 def one_token(ratio, advantage, **options):
@@ -338,3 +338,22 @@ def test_metrics_add_up_over_micro_batches():
         assert total.packed.dtype == torch.float32
         for name, value in total.compute().items():
             assert value == pytest.approx(whole[name], rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1, "kl_coef": 0.1}, {"value_loss_type": "huber"}], ids=str)
+def test_a_critic_apart_has_the_value_term_alone(options):
+    torch.manual_seed(0)
+    v, old, target = leaf(torch.randn(3, 4) * 8), torch.randn(3, 4), torch.randn(3, 4) * 8
+    mask = torch.arange(4) < torch.tensor([4, 2, 0])[:, None]
+    config = PPOLossConfig(value_clip=0.5, vf_coef=0.3, aggregation="seq-mean-token-mean", **options)
+    out = ppo_value_loss(v, target, mask, old_values=old, config=config, loss_scale=2.0)
+    out.loss.backward()
+    joint = leaf(v.detach())
+    nothing = torch.zeros(3, 4)
+    only = dataclasses.replace(config, entropy_coef=0.0, kl_coef=0.0)
+    given = {"values": joint, "old_values": old, "returns": target, "loss_scale": 2.0}
+    want = ppo_loss(nothing, None, nothing, mask, config=only, **given)
+    want.loss.backward()
+    assert out.loss.item() == want.loss.item() != 0
+    assert torch.equal(v.grad, joint.grad)
+    assert out.metrics.compute()["value_tokens"] == 6

@@ -177,3 +177,16 @@ def test_adaptive_controller_refuses_a_bad_target_or_horizon(options):
     name = "target" if options["target"] <= 0 else "horizon"
     with pytest.raises(ValueError, match=name):
         AdaptiveKLController(0.2, **options)
+
+
+def test_rewards_clamp_the_difference_then_the_estimate():
+    logprobs, ref, mask = torch.tensor([[30.0, -30.0, -2.0]]), torch.zeros(1, 3), torch.ones(1, 3)
+    shaped = [
+        shape_rewards(torch.zeros(1), logprobs, ref, mask, kl_coef=1.0, kl_estimator=kind, **clamps)
+        for kind, clamps in (
+            ("k1", {"kl_output_clamp": 10.0}),
+            ("k3", {"kl_input_clamp": 20.0, "kl_output_clamp": 10.0}),
+        )
+    ]
+    assert_close(shaped[0], [[-10, 10, 2]], 5e-7)
+    assert_close(shaped[1], [[-10, -10, -(math.exp(2) - 1 - 2)]], 5e-7)

@@ -133,7 +133,14 @@ def test_tokens_out_of_range(call, token):
         (ValueError, "vocab_size", V + 1),
         (TypeError, "vocab_size", 2.5),
         (TypeError, "vocab_size", "5"),
-        (NotImplementedError, "process_group", object()),
+        (TypeError, "process_group", object()),
+        (TypeError, "ignore_index", 1.0),
+        (TypeError, "ignore_index", True),
+        *((ValueError, name, x) for name in ("logit_softcap", "logit_scale") for x in (0.0, -1.0, math.nan, math.inf)),
+        *((TypeError, name, x) for name in ("logit_softcap", "logit_scale") for x in ("1", torch.ones(()))),
+        (TypeError, "temperature", torch.ones((), dtype=torch.int64)),
+        (ValueError, "temperature", torch.ones(1)),
+        (ValueError, "temperature", torch.ones(2, 3, 1)),
     ],
 )
 def test_options_of_logprobs(error, name, value):
@@ -206,14 +213,26 @@ def test_arguments_that_need_another(call):
     refuses(call, ValueError, "ref_logprobs", config=PPOLossConfig(kl_coef=0.1))
 
 
+@pytest.mark.parametrize("call", [policy, fused])
+def test_arguments_that_exclude_each_other(call):
+    refuses(call, ValueError, "rollout_is_weights", rollout_logprobs=X, rollout_is_weights=X)
+    refuses(call, ValueError, "normalizer", normalizer=3, config=PPOLossConfig(aggregation="token-sum"))
+
+
+@pytest.mark.cpu_only("looking at values on a GPU would need a synchronisation")
+@pytest.mark.parametrize("call", [policy, fused])
+def test_negative_rollout_weights(call):
+    refuses(call, ValueError, "rollout_is_weights", rollout_is_weights=X - 1)
+
+
 def test_entropy_coef_needs_entropy():
     refuses(policy, ValueError, "entropy", config=PPOLossConfig(entropy_coef=0.1))
 
 
 @pytest.mark.parametrize("call", [policy, fused])
-@pytest.mark.parametrize("name", ["rollout_logprobs", "process_group"])
+@pytest.mark.parametrize("name", ["process_group"])
 def test_later_features_say_so(call, name):
-    refuses(call, NotImplementedError, name, **{name: X})
+    refuses(call, TypeError, name, **{name: X})
 
 
 @pytest.mark.parametrize("call", [policy, fused])
@@ -295,11 +314,6 @@ def test_config_is_frozen_and_needs_a_length_for_the_norm_mode():
         PPOLossConfig().clip_low = 0.3
 
 
-@pytest.mark.parametrize(("name", "value"), [("ratio_level", "sequence"), ("loss_type", "cispo")])
-def test_config_names_of_later_features(name, value):
-    refuses(PPOLossConfig, NotImplementedError, name, **{name: value})
-
-
 @pytest.mark.parametrize(
     ("error", "name", "value"),
     [
@@ -370,7 +384,8 @@ def test_missing_eos_penalty_needs_has_eos():
         (ValueError, "mask", torch.ones(B, 1)),
         (ValueError, "eps", -1.0),
         (ValueError, "eps", math.nan),
-        (NotImplementedError, "process_group", object()),
+        (ValueError, "eps_on", "variance"),
+        (TypeError, "process_group", object()),
     ],
 )
 def test_arguments_of_masked_whiten(error, name, value):

@@ -30,6 +30,17 @@ def test_scores(temperature, shift, vocab_size):
     assert torch.autograd.gradcheck(f, (double(*tokens.shape, 7),))
 
 
+@pytest.mark.parametrize("shift", [False, True])
+def test_scores_with_a_softcap_and_a_temperature_for_each_row(shift):
+    tokens, temperature = torch.randint(5, (2, 4 if shift else 3)), torch.rand(2, 3) + 0.5
+    options = {"temperature": temperature, "logit_softcap": 0.8, "logit_scale": 1.3, "return_entropy": True}
+
+    def f(logits):
+        return logprobs_from_logits(logits, tokens, MASK, shift=shift, **options)
+
+    assert torch.autograd.gradcheck(f, (double(*tokens.shape, 7),))
+
+
 def constants(new):
     """Constants at which no token sits on a kink: log-ratios and value moves away from every bound."""
     delta = torch.tensor([[0.05, 0.5, -0.1], [-0.5, 0.1, 1.4]], dtype=torch.float64)

@@ -35,6 +35,19 @@ def test_rows_match_float64_autograd():
     )
 
 
+def test_softcap_scale_and_a_temperature_for_each_row_match_float64_autograd():
+    logits, tokens = torch.randn(6, 50, dtype=torch.float64, requires_grad=True), torch.randint(50, (6,))
+    temperature = torch.rand(6, dtype=torch.float64) + 0.5
+    logp = torch.log_softmax(1.5 * torch.tanh(2 * logits / 1.5) / temperature[:, None], -1)
+    up_lp, up_h = torch.randn(2, 6, dtype=torch.float64)
+    entropy = -(logp.exp() * logp).sum(-1)
+    torch.autograd.backward([logp.gather(-1, tokens[:, None])[:, 0], entropy], [up_lp, up_h])
+    scores = oracle.score(logits, tokens, temperature=temperature, softcap=1.5, scale=2.0)
+    np.testing.assert_allclose(scores.entropy, oracle.to_numpy(entropy), rtol=1e-12)
+    want = oracle.to_numpy(logits.grad)
+    np.testing.assert_allclose(scores.d_logits(*map(oracle.to_numpy, (up_lp, up_h))), want, rtol=1e-9, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [(1.5, 1, -1.2, 0), (1.5, -1, 1.5, 1.5), (0.5, 1, -0.5, -0.5), (0.5, -1, 0.8, 0), (1.0, 1, -1, -1)],
