@@ -1,55 +1,80 @@
-"""The command line: `ppo-train demo [--smoke] [--fresh] [key=value ...]`."""
+"""The command line: `ppo-train config.yaml [key=value ...]`, `ppo-train demo`, `ppo-train --resume runs/name`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 EXAMPLES = """examples:
-  ppo-train demo                               film reviews: SFT, reward model, PPO; about five minutes on 2 cores
-  ppo-train demo --smoke                       the same on a tiny built-in text, no download, half a minute
-  ppo-train demo seed=2 kl.coef=0.1            any setting; all of them are listed in runs/*/config.yaml
-  ppo-train demo train.loss_backend=reference  the loss in plain PyTorch instead of the library"""
+  ppo-train demo                          film reviews: SFT, reward model, PPO; about five minutes on 2 cores
+  ppo-train demo --smoke                  the same on a tiny built-in text, no download, half a minute
+  ppo-train config.yaml optim.actor_lr=1e-6 seed=2
+  ppo-train config.yaml --check           validate, show the plan of batches and memory, make one update; save nothing
+  ppo-train --resume runs/demo            go on where it stopped, however it stopped
+  torchrun --nproc_per_node 8 -m ppo_kernels.trainer config.yaml
+
+exit codes: 0 done, 1 text or a package is missing, 2 bad command or configuration, 3 diverged and rollbacks used up,
+4 no usable checkpoint, 5 disk full, 75 asked to end (SIGTERM, SIGINT, SIGUSR1): saved, go on with --resume"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 text or a package is missing, 2 bad command or configuration, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="ppo-train", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["demo"])
+    parser.add_argument("config", nargs="?", help="a YAML file, or demo")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, for example ppo.clip=0.1")
-    parser.add_argument("--smoke", action="store_true", help="tiny model, built-in text: a check, not a result")
-    parser.add_argument("--fresh", action="store_true", help="train the SFT and the reward model again")
+    parser.add_argument("--resume", metavar="RUN", help="a run's folder")
+    parser.add_argument("--check", action="store_true", help="validate, plan, make one update and throw it away")
+    parser.add_argument("--smoke", action="store_true", help="demo: tiny model, built-in text: a check, not a result")
+    parser.add_argument("--fresh", action="store_true", help="demo: train the SFT and the reward model again")
     arguments = parser.parse_intermixed_args(argv)
 
     # Imported here and in this order: a mistake in the configuration is reported before seconds of imports.
     try:
-        from ppo_kernels.trainer.config import SMOKE, ConfigError, load
+        from ppo_kernels.trainer.settings import ConfigError
 
-        overrides = arguments.overrides + (["cache=false"] if arguments.fresh else [])
         try:
-            config = load(overrides, SMOKE if arguments.smoke else None)
+            config, folder = _configuration(arguments)
         except ConfigError as error:
-            return _fail(2, *error.problems)
-
-        from ppo_kernels.trainer.data import DataError
-        from ppo_kernels.trainer.demo import demo
+            return say(2, error.problems)
+        from ppo_kernels.trainer.launch import launch
     except ModuleNotFoundError as error:
-        return _fail(
-            1, f"the package {error.name} is missing; install the trainer with: pip install 'ppo_kernels[train]'"
-        )
-
-    try:
-        demo(config)
-    except DataError as error:
-        return _fail(1, str(error))
-    except KeyboardInterrupt:
-        return _fail(130, "interrupted")
-    return 0
+        remedy = "install the trainer with: pip install 'ppo_kernels[train]'"
+        return say(1, [f"the package {error.name} is missing; {remedy}"])
+    code, problems = launch(config, folder, check=arguments.check)
+    return say(code, problems)
 
 
-def _fail(code: int, *problems: str) -> int:
+def _configuration(arguments: argparse.Namespace) -> tuple[Any, Path | None]:
+    """The configuration, and the folder of the run to go on with."""
+    from ppo_kernels.trainer.settings import DEMO, SMOKE, ConfigError, load, read_file, resumed
+
+    overrides = list(arguments.overrides)
+    if arguments.resume is not None:
+        if arguments.config:  # with --resume every other word is an override
+            overrides.insert(0, arguments.config)
+        folder = Path(arguments.resume)
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError([f"--resume {folder}: not a run, config.yaml is missing"])
+        return resumed(read_file(folder / "config.yaml"), overrides), folder
+    if arguments.config is None:
+        raise ConfigError(["expected a YAML file, or demo; ppo-train --help shows examples"])
+    if arguments.config == "demo":
+        fresh = ["demo.cache=false"] if arguments.fresh else []
+        return load(overrides + fresh, SMOKE if arguments.smoke else DEMO), None
+    if arguments.smoke or arguments.fresh:
+        raise ConfigError(["--smoke and --fresh belong to ppo-train demo"])
+    if "=" in arguments.config:
+        raise ConfigError([f"expected a YAML file, or demo, before {arguments.config}"])
+    path = Path(arguments.config)
+    base = read_file(path)
+    return load(overrides, {"name": path.stem, **base}), None
+
+
+def say(code: int, problems: list[str]) -> int:
+    """Prints the problems to stderr; returns the code."""
     for problem in problems:
         print(f"ppo-train: {problem}", file=sys.stderr)
     return code

@@ -1,24 +1,15 @@
-"""The configuration: one schema, `key=value` overrides, every mistake reported at once.
+"""The configuration: one schema. `settings.py` reads it from YAML and `key=value`.
 
-There are three batch words, all global: `rollout.prompts` (sequences per update), `ppo.minibatches` (optimizer steps
-per epoch) and `ppo.microbatch` (sequences per forward and backward; trades memory only, never the result).
+There are three batch words, all global: `rollout.prompts` (times `samples_per_prompt`: sequences per update),
+`ppo.minibatches` (optimizer steps per epoch) and `ppo.microbatch` (sequences per forward and backward on one rank;
+trades memory only, never the result).
 """
 
 from __future__ import annotations
 
-import difflib
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-
-class ConfigError(Exception):
-    """One or more mistakes in the configuration; `problems` holds one line for each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -26,6 +17,129 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    actor: str = ""  # a directory of a causal LM of transformers, with its tokenizer
+    critic: str = "auto"  # "reward": a copy of the reward model; "actor": the actor's trunk and a zero head; or a
+    # directory of a sequence classifier with one label; auto: reward if there is a reward model, else actor
+    reference: str = "actor"  # "actor": as it was at the start (under LoRA, with the adapter off); or a directory
+    lora_rank: int | None = Field(None, ge=1)  # null: train every weight
+    lora_alpha: float = Field(16.0, gt=0)
+    lora_targets: str | list[str] = "all-linear"
+
+
+class DataConfig(Section):
+    train: str = ""  # a .jsonl file, or a built-in task: movies, toy, arithmetic, guess
+    heldout: str | None = None  # a .jsonl file; null: rows split off from `train`, never trained on
+    heldout_rows: int = Field(256, ge=2)  # how many are split off
+    prompt_key: str = "prompt"
+    max_prompt: int = Field(512, ge=1)  # tokens; longer prompts are left out, and counted
+    chat_template: Literal["auto", "none"] = "auto"  # auto: for prompts that are messages, if the tokenizer has one
+    environment: str | None = None  # file.py:name, called with a row: answers the model (docs/trainer.md)
+    max_turns: int = Field(4, ge=1)
+    seed: int = 0  # the split depends on this alone, so that every run is judged on the same held-out prompts
+    limit: int | None = Field(None, ge=1)  # use only the first n training rows (to study overfitting)
+
+
+class RewardConfig(Section):
+    model: str | None = None  # a directory of a sequence classifier with one label
+    model_weight: float = 1.0
+    function: str | None = None  # file.py:name, or a built-in task's own: "task"
+    function_weight: float = 1.0
+    clip: float | None = Field(None, gt=0)  # scores are cut to [-clip, clip]
+    normalize: Literal["none", "batch", "running", "start"] = "none"  # start: as the untrained actor's (N+10)
+    missing_eos: Literal["subtract", "replace"] = "subtract"  # N+14
+    missing_eos_value: float = 0.0  # what is subtracted from the score of a response that never ended, or the score
+
+
+class RolloutConfig(Section):
+    prompts: int = Field(64, ge=1)  # per update, over all ranks
+    samples_per_prompt: int = Field(1, ge=1)
+    max_new_tokens: int = Field(64, ge=1)  # per turn
+    temperature: float = Field(1.0, ge=1e-3)
+    microbatch: int = Field(64, ge=1)  # sequences per forward without gradient
+
+
+class PPOConfig(Section):
+    epochs: int = Field(2, ge=1)
+    minibatches: int = Field(2, ge=1)
+    microbatch: int = Field(32, ge=1)
+    max_tokens: int | None = Field(None, ge=1)  # a microbatch also holds at most this many tokens, padding included
+    clip: float = Field(0.2, gt=0)
+    clip_target_kl: float | None = Field(None, gt=0)  # nats per token: the clip range follows the measured KL
+    clip_bounds: tuple[float, float] = (0.05, 0.4)
+    value_clip: float | None = Field(0.2, gt=0)
+    vf_coef: float = Field(0.5, gt=0)
+    entropy_coef: float = 0.0
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    whiten_advantages: bool = True
+    whiten_rewards: bool = False  # to unit variance, the mean kept (N+18)
+    target_kl_stop: float | None = Field(None, gt=0)  # nats per token: an update ends when it has moved so far
+
+
+class KLConfig(Section):
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    coef: float = Field(0.04, ge=0)  # nats of divergence from the reference cost this much reward
+    target: float | None = Field(None, gt=0)  # nats per sequence; set it for the adaptive controller
+    horizon: int = Field(10_000, ge=1)
+
+
+class MixConfig(Section):
+    ptx: str | None = None  # .txt (one text a line) or .jsonl ({"text": ...}): PPO-ptx
+    ptx_coef: float = Field(0.1, ge=0)
+    sft: str | None = None  # .jsonl: {"prompt": ..., "response": ...}; the loss is on the response
+    sft_coef: float = Field(0.1, ge=0)
+    rows: int = Field(16, ge=1)  # of each, per optimizer step, over all ranks
+    max_tokens: int = Field(512, ge=2)  # longer texts are cut
+
+
+class OptimConfig(Section):
+    actor_lr: float = Field(1e-6, gt=0)
+    critic_lr: float = Field(1e-5, gt=0)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup: int = Field(0, ge=0)  # updates over which both rates rise
+    critic_warmup: int = Field(0, ge=0)  # updates in which the actor stays as it is
+    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-5, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class TrainConfig(Section):
+    updates: int = Field(100, ge=1)
+    loss: Literal["linear", "logits", "reference"] = "linear"  # from hidden states, from logits, in plain PyTorch
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # what torchrun's ranks do with the weights
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    bf16: bool = False  # autocast; weights and optimizer stay in fp32
+    gradient_checkpointing: bool = False
+    deterministic: bool = False  # on a GPU, for a resume to the bit; a CPU is deterministic as it is
+    threads: int | None = Field(None, ge=1)  # null: all cores
+
+
+class SaveConfig(Section):
+    every: int = Field(25, ge=1)  # updates
+    keep: int = Field(2, ge=2)
+    best: bool = True  # keep the actor with the best held-out reward too
+
+
+class EvalConfig(Section):
+    prompts: int = Field(256, ge=2)  # held-out and training prompts in the before/after table
+    every: int = Field(10, ge=1)
+    curve_prompts: int = Field(128, ge=2)  # held-out prompts behind the curves
+    samples: int = Field(12, ge=1)
+    metric: str | None = None  # an independent judge, never trained on: file.py:name, "vader", or null
+
+
+class GuardConfig(Section):
+    max_ratio: float = Field(100.0, gt=1)  # a step in which a token's ratio is larger is not taken
+    max_skips: int = Field(3, ge=1)  # steps in a row that may be left out before the run goes back to a checkpoint
+    max_rollbacks: int = Field(2, ge=0)  # then the run ends
+    raise_kl: float = Field(2.0, ge=1)  # each rollback multiplies the KL coefficient
+
+
+class LogConfig(Section):
+    tensorboard: bool = True
+
+
+class DemoModel(Section):
     hidden: int = Field(128, ge=8)
     layers: int = Field(3, ge=1)
     heads: int = Field(4, ge=1)
@@ -33,22 +147,21 @@ class ModelConfig(Section):
     vocab: int = Field(2048, ge=300)  # 256 bytes, 3 special tokens and the merges
 
     @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> ModelConfig:
+    def _heads_divide_hidden(self) -> DemoModel:
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(f"model.heads={self.heads} must divide model.hidden={self.hidden} into an even head size")
+            raise ValueError(
+                f"demo.model.heads={self.heads} must divide demo.model.hidden={self.hidden} into an even head size"
+            )
         return self
 
 
-class DataConfig(Section):
-    source: Literal["movies", "toy"] = "movies"
-    seed: int = 0  # the split depends on this alone, so that every run is judged on the same held-out prompts
-    heldout: int = Field(1600, ge=1)  # snippets never trained on; their prompts are what the report is about
+class DemoText(Section):
     validation: int = Field(800, ge=1)  # snippets that judge the reward model
     prompt_words: int = Field(3, ge=1)
     max_tokens: int = Field(64, ge=8)  # longer snippets are cut for SFT and the reward model
 
 
-class SFTConfig(Section):
+class DemoSFT(Section):
     steps: int = Field(1200, ge=1)
     batch: int = Field(16, ge=1)
     lr: float = Field(4e-3, gt=0)
@@ -56,173 +169,72 @@ class SFTConfig(Section):
     warmup: int = Field(50, ge=0)
 
 
-class RewardConfig(Section):
+class DemoReward(DemoSFT):
     steps: int = Field(450, ge=1)
     batch: int = Field(32, ge=1)
     lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
     warmup: int = Field(20, ge=0)
     prefix_weight: float = Field(0.3, ge=0)  # every prefix also predicts the rating: responses may be cut short
 
 
-class RolloutConfig(Section):
-    prompts: int = Field(64, ge=1)
-    max_new_tokens: int = Field(16, ge=1)
-    temperature: float = Field(0.8, gt=0)
-    missing_eos_penalty: float = Field(0.0, ge=0)  # subtracted from the score of a response that never ended
-    train_prompts: int | None = Field(None, ge=1)  # use only the first n training prompts (to study overfitting)
+class DemoConfig(Section):
+    """The stages before PPO of `ppo-train demo`, which makes its models itself."""
 
-
-class PPOConfig(Section):
-    updates: int = Field(75, ge=1)
-    epochs: int = Field(2, ge=1)
-    minibatches: int = Field(2, ge=1)
-    microbatch: int = Field(32, ge=1)
-    clip: float = Field(0.2, gt=0)
-    value_clip: float | None = Field(0.2, gt=0)
-    vf_coef: float = Field(0.5, gt=0)
-    critic_init: Literal["reward", "zero"] = "reward"  # from the reward model, or the SFT trunk and a zero head
-    entropy_coef: float = 0.0
-    gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(0.95, ge=0, le=1)
-    whiten_advantages: bool = True
-
-
-class KLConfig(Section):
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    coef: float = Field(0.04, ge=0)  # nats of divergence from the SFT model cost this much reward
-    target: float | None = Field(None, gt=0)  # nats per sequence; set it for the adaptive controller
-    horizon: int = Field(10_000, ge=1)
-
-
-class OptimConfig(Section):
-    actor_lr: float = Field(5e-4, gt=0)
-    critic_lr: float = Field(1e-3, gt=0)
-    schedule: Literal["linear", "constant"] = "linear"
-    eps: float = Field(1e-5, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-
-
-class TrainConfig(Section):
-    loss_backend: Literal["fused", "reference"] = "fused"
-    threads: int | None = Field(None, ge=1)  # null: all cores
-
-
-class EvalConfig(Section):
-    prompts: int = Field(512, ge=8)  # held-out and training prompts in the before/after table
-    every: int = Field(10, ge=1)
-    curve_prompts: int = Field(128, ge=8)  # held-out prompts behind the curves
-    samples: int = Field(12, ge=1)
-
-
-class LogConfig(Section):
-    tensorboard: bool = True
+    model: DemoModel = DemoModel()
+    text: DemoText = DemoText()
+    sft: DemoSFT = DemoSFT()
+    reward: DemoReward = DemoReward()
+    cache: bool = True  # reuse the SFT and reward model of an earlier run with the same configuration
 
 
 class Config(Section):
-    name: str = Field("demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     out: str = "runs"
-    seed: int = 1
-    cache: bool = True  # reuse the SFT and reward model of an earlier run with the same configuration
+    seed: int = Field(1, ge=0)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    sft: SFTConfig = SFTConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     ppo: PPOConfig = PPOConfig()
     kl: KLConfig = KLConfig()
+    mix: MixConfig = MixConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    save: SaveConfig = SaveConfig()
     eval: EvalConfig = EvalConfig()
+    guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
+    demo: DemoConfig | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Per update, over all ranks."""
+        return self.rollout.prompts * self.rollout.samples_per_prompt
 
     @model_validator(mode="after")
-    def _minibatches_divide_prompts(self) -> Config:
-        prompts, minibatches = self.rollout.prompts, self.ppo.minibatches
-        if prompts % minibatches:
-            valid = [n for n in range(1, prompts + 1) if prompts % n == 0]
-            near = sorted(valid, key=lambda n: abs(n - minibatches))[:2]
+    def _minibatches_divide_sequences(self) -> Config:
+        sequences, minibatches = self.sequences, self.ppo.minibatches
+        if sequences % minibatches:
+            divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+            near = sorted(sorted(divisors, key=lambda n: abs(n - minibatches))[:2])
             raise ValueError(
-                f"ppo.minibatches={minibatches} does not divide rollout.prompts={prompts}; "
-                f"try {' or '.join(map(str, sorted(near)))}"
+                f"ppo.minibatches={minibatches} does not divide rollout.prompts={sequences}; "
+                f"try {' or '.join(map(str, near))}"
+                if self.rollout.samples_per_prompt == 1
+                else f"ppo.minibatches={minibatches} does not divide the {sequences} sequences of "
+                f"rollout.prompts * rollout.samples_per_prompt; try {' or '.join(map(str, near))}"
             )
         return self
 
+    @model_validator(mode="after")
+    def _lora_is_not_sharded(self) -> Config:
+        if self.model.lora_rank and self.train.parallel == "fsdp":
+            raise ValueError("model.lora_rank needs train.parallel=ddp: an adapter has little to shard")
+        return self
 
-SMOKE: dict[str, Any] = {
-    "name": "smoke",
-    "model": {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 420},
-    "data": {"source": "toy", "heldout": 120, "validation": 60, "max_tokens": 24},
-    "sft": {"steps": 150, "lr": 1e-2, "warmup": 5},
-    "reward": {"steps": 150, "batch": 16, "lr": 5e-3},
-    "rollout": {"prompts": 32},
-    "ppo": {"updates": 15, "microbatch": 16},
-    "kl": {"coef": 0.1},
-    "optim": {"actor_lr": 2e-3, "critic_lr": 2e-3},
-    "train": {"threads": 1},  # a model this small gains nothing from more
-    "eval": {"prompts": 128, "every": 5, "curve_prompts": 32, "samples": 6},
-}
-
-
-def load(overrides: list[str], base: dict[str, Any] | None = None) -> Config:
-    """The configuration from the defaults, `base` and `key.sub=value` strings, later ones winning.
-
-    Raises ConfigError with every problem found: unknown names come with the nearest valid one.
-    """
-    tree: dict[str, Any] = _copy(base or {})
-    problems: list[str] = []
-    for item in overrides:
-        key, equals, text = item.partition("=")
-        if not equals or not key:
-            problems.append(f"{item}: expected key=value, for example ppo.clip=0.1")
-            continue
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        *parents, leaf = key.split(".")
-        node = tree
-        for parent in parents:
-            child = node.setdefault(parent, {})
-            if not isinstance(child, dict):
-                problems.append(f"{key}: {parent} is a value, not a section")
-                break
-            node = child
-        else:
-            node[leaf] = value
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        problems += [_explain(dict(problem)) for problem in error.errors()]
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def _copy(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, dict) else value for key, value in tree.items()}
-
-
-def names() -> list[str]:
-    """Every key of the schema, dotted."""
-    found = []
-    for name, value in Config():
-        found += [f"{name}.{leaf}" for leaf, _ in value] if isinstance(value, Section) else [name]
-    return found
-
-
-def _explain(problem: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown name{_nearest(key)}"
-    if problem["type"] == "value_error":  # raised by a validator above, which names the keys itself
-        return str(problem["msg"]).removeprefix("Value error, ")
-    return f"{key}={problem['input']!r}: {problem['msg']}"
-
-
-def _nearest(key: str) -> str:
-    by_leaf = {name.rpartition(".")[2]: name for name in names()}
-    close = difflib.get_close_matches(key, names(), 1, 0.75) or [
-        by_leaf[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], list(by_leaf), 1, 0.6)
-    ]
-    return f"; did you mean {close[0]}?" if close else ""
+    @model_validator(mode="after")
+    def _clip_bounds_hold_the_clip_range(self) -> Config:
+        low, high = self.ppo.clip_bounds
+        if self.ppo.clip_target_kl and not 0 < low <= self.ppo.clip <= high:
+            raise ValueError(f"ppo.clip_bounds={[low, high]} must hold ppo.clip={self.ppo.clip}, and be above 0")
+        return self

@@ -1,12 +1,12 @@
 """The same mathematics once more in plain PyTorch, sharing no code with the library: what a reader can check by eye,
-and what `train.loss_backend=reference` trains with. Slow on purpose: every intermediate has a name.
+and what `train.loss=reference` trains with. Slow on purpose: every intermediate has a name.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ppo_kernels.trainer.config import KLConfig, PPOConfig
+from ppo_kernels.trainer.config import PPOConfig
 
 
 def logprobs(
@@ -24,10 +24,9 @@ def token_rewards(
     logprobs: torch.Tensor,  # [B, T]
     ref_logprobs: torch.Tensor,
     mask: torch.Tensor,
-    has_eos: torch.Tensor,  # [B]
+    *,
     kl_coef: float,
-    kl: KLConfig,
-    missing_eos_penalty: float,
+    kl_estimator: str,
 ) -> torch.Tensor:
     """-kl_coef * KL at every token, plus the score at the last one, [B, T]."""
     log_ratio = logprobs - ref_logprobs
@@ -35,9 +34,8 @@ def token_rewards(
         "k1": log_ratio,
         "k2": log_ratio.square() / 2,
         "k3": torch.exp(-log_ratio) - 1 + log_ratio,
-    }[kl.estimator]
+    }[kl_estimator]
     rewards = (-kl_coef * estimate).where(mask, 0.0)
-    scores = scores - missing_eos_penalty * (~has_eos).float()
     for row in range(len(rewards)):
         valid = mask[row].nonzero()
         if len(valid):
@@ -59,10 +57,11 @@ def advantages(
     return result, (result + values).where(mask, 0.0)
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Zero mean and unit (biased) variance over the valid positions, 0 elsewhere."""
+def whiten(x: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
+    """Unit (biased) variance over the valid positions, and zero mean or the mean as it was; 0 elsewhere."""
     valid = x[mask]
-    return ((x - valid.mean()) / torch.sqrt(valid.var(unbiased=False) + 1e-8)).where(mask, 0.0)
+    white = (x - valid.mean()) / torch.sqrt(valid.var(unbiased=False) + 1e-8)
+    return (white if shift_mean else white + valid.mean()).where(mask, 0.0)
 
 
 def loss(
@@ -74,8 +73,9 @@ def loss(
     values: torch.Tensor,
     old_values: torch.Tensor,
     returns: torch.Tensor,
-    normalizer: float,  # valid tokens of the whole minibatch
+    normalizer: float,  # valid tokens of the whole minibatch, over all ranks, divided by the ranks
     temperature: float,
+    clip: float,
     ppo: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """The clipped policy loss, clipped value loss and entropy bonus: loss, new log-probs [B, T], metrics."""
@@ -87,7 +87,7 @@ def loss(
     log_ratio = new_logprobs - old_logprobs.where(mask, 0.0)
     ratio = torch.exp(log_ratio)
     surrogate = ratio * advantages
-    clipped = torch.clamp(ratio, 1 - ppo.clip, 1 + ppo.clip) * advantages
+    clipped = torch.clamp(ratio, 1 - clip, 1 + clip) * advantages
     policy_loss = mean(-torch.min(surrogate, clipped))
 
     error = torch.square(values - returns)

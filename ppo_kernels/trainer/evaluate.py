@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from ppo_kernels.trainer.algo import ALGORITHMS
-from ppo_kernels.trainer.config import RolloutConfig
-from ppo_kernels.trainer.data import encode, pad
-from ppo_kernels.trainer.models import Scalar
-from ppo_kernels.trainer.rollout import generate, response_logprobs, sequence_scores
+from ppo_kernels.trainer import rewards
+from ppo_kernels.trainer.config import Config
+from ppo_kernels.trainer.data import Row
+from ppo_kernels.trainer.rollout import converse, score
+from ppo_kernels.trainer.task import Task
 
-BATCH = 128
 
-MEASURES = {  # in this order -> label, format, what it means
-    "reward": ("Learned reward", "{:+.3f}", "a model of human ratings, scaled to [−1, 1]; what PPO maximises"),
-    "vader": ("VADER", "{:+.3f}", "sentiment by a word list, in [−1, 1]; never trained on"),
-    "kl": ("KL to the SFT model", "{:.2f}", "nats per response; how far the policy moved"),
-    "entropy": ("Entropy", "{:.2f}", "nats per token; how varied the text still is"),
-    "length": ("Length", "{:.1f}", "tokens per response"),
-    "eos": ("Ended by itself", "{:.0%}", "share of responses that reached their end"),
-}
+class Measure(NamedTuple):
+    label: str
+    form: str
+    meaning: str
 
 
 class Estimate(NamedTuple):
@@ -37,54 +31,86 @@ class Estimate(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    estimates: dict[str, Estimate]  # one for each of MEASURES
-    texts: list[str]  # prompt and response
+    estimates: dict[str, Estimate]  # one for each of `measures`
+    texts: list[str]  # the whole conversation
     rewards: list[float]
+
+    def flat(self, prefix: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, (mean, low, high) in self.estimates.items():
+            values |= {f"{prefix}/{name}": mean, f"{prefix}/{name}_low": low, f"{prefix}/{name}_high": high}
+        return values
+
+
+def measures(config: Config) -> dict[str, Measure]:
+    """In this order, name -> label, format, what it means."""
+    demo = config.demo is not None
+    found = {
+        "reward": Measure(
+            "Learned reward" if config.reward.model or demo else "Reward",
+            "{:+.3f}",
+            "a model of human ratings, scaled to [−1, 1]; what PPO maximises" if demo else "what PPO maximises",
+        )
+    }
+    if config.eval.metric == "vader":
+        found["metric"] = Measure("VADER", "{:+.3f}", "sentiment by a word list, in [−1, 1]; never trained on")
+    elif config.eval.metric:
+        found["metric"] = Measure(config.eval.metric.rpartition(":")[2], "{:+.3f}", "independent; never trained on")
+    return found | {
+        "kl": Measure("KL to the reference", "{:.2f}", "nats per response; how far the policy moved"),
+        "entropy": Measure("Entropy", "{:.2f}", "nats per token; how varied the text still is"),
+        "length": Measure("Length", "{:.1f}", "tokens per response"),
+        "eos": Measure("Ended by itself", "{:.0%}", "share of responses that reached their end"),
+    }
+
+
+def load_metric(spec: str | None) -> Callable[[list[dict[str, Any]]], list[float]] | None:
+    """eval.metric: a function of samples as reward functions are, given "text" too: prompt and response."""
+    if spec != "vader":
+        return rewards.load_plugin(spec) if spec else None
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    analyzer = SentimentIntensityAnalyzer()
+    return lambda samples: [analyzer.polarity_scores(sample["text"])["compound"] for sample in samples]
 
 
 def bootstrap(values: NDArray[np.float64], resamples: int = 2000, seed: int = 0) -> Estimate:
     """Percentile bootstrap of the mean over rows, resampled with replacement."""
     rng = np.random.default_rng(seed)
-    means = values[rng.integers(0, len(values), (resamples, len(values)))].mean(1)
+    means = np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
     low, high = np.percentile(means, [2.5, 97.5])
     return Estimate(float(values.mean()), float(low), float(high))
 
 
 @torch.no_grad()
-def evaluate(
-    actor: PreTrainedModel,
-    reference: PreTrainedModel,
-    reward: Scalar,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: list[str],
-    config: RolloutConfig,
-    seed: int,
-) -> Evaluation:
-    """One sampled response per prompt, at the training temperature, from a random stream of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    analyzer = SentimentIntensityAnalyzer()
-    columns: list[list[float]] = [[] for _ in MEASURES]
-    texts: list[str] = []
-    for at in range(0, len(prompts), BATCH):
-        ids, mask = pad(encode(tokenizer, prompts[at : at + BATCH], 64, eos=False), "left")
-        samples = generate(actor, ids, mask, config, generator)
-        logprobs, entropy = response_logprobs(actor, samples, ALGORITHMS["fused"], config.temperature)
-        ref_logprobs, _ = response_logprobs(reference, samples, ALGORITHMS["fused"], config.temperature)
-        length = samples.mask.sum(1)
-        new_texts = [
-            tokenizer.decode(row[keep], skip_special_tokens=True)
-            for row, keep in zip(samples.ids, samples.attention, strict=True)
+def evaluate(task: Task, rows: list[Row], name: str) -> Evaluation:
+    """One sampled response per row, at the training temperature, from random streams of its own: the same every time
+    for a row of this set, whatever was trained between."""
+    config, ranks = task.config, task.ranks
+    keys: list[tuple[int | str, ...]] = [("evaluate", name, i) for i in range(len(rows))]
+    mine = list(ranks.share(rows))
+    task.roles.train(False)
+    with ranks.together("an evaluation"):
+        samples = converse(
+            task.roles.actor, mine, list(ranks.share(keys)), task.text, task.environment, config, ranks, task.between
+        )
+        trajectory = score(samples, mine, task.roles, task.reward_function, task.algorithm, task.text, config, ranks)
+    length = trajectory.mask.sum(1)
+    texts = [task.text.decode(ids[keep]) for ids, keep in zip(trajectory.ids, trajectory.attention, strict=True)]
+    columns = {"reward": (trajectory.scores + trajectory.turn_rewards.sum(1)).double().tolist()}
+    if task.metric is not None:
+        given = [
+            {"prompt": row["prompt"], "response": turns[-1], "responses": turns, "row": row, "text": text}
+            for row, turns, text in zip(mine, samples.turns, texts, strict=True)
         ]
-        measured = [
-            sequence_scores(reward, samples.ids, samples.attention),
-            torch.tensor([analyzer.polarity_scores(text)["compound"] for text in new_texts]),
-            (logprobs - ref_logprobs).sum(1),
-            entropy.sum(1) / length,
-            length,
-            samples.has_eos,
-        ]
-        for column, values in zip(columns, measured, strict=True):
-            column += values.double().tolist()
-        texts += new_texts
-    estimates = {name: bootstrap(np.asarray(column)) for name, column in zip(MEASURES, columns, strict=True)}
-    return Evaluation(estimates, texts, columns[0])
+        judged = rewards.call(task.metric, given, "eval.metric")
+        columns["metric"] = [sum(values) for values in judged]
+    columns |= {
+        "kl": (trajectory.logprobs - trajectory.ref_logprobs).sum(1).double().tolist(),
+        "entropy": (trajectory.entropy.sum(1) / length).double().tolist(),
+        "length": length.double().tolist(),
+        "eos": trajectory.has_eos.double().tolist(),
+    }
+    columns = {name: ranks.gather(column) for name, column in columns.items()}
+    estimates = {name: bootstrap(np.asarray(column)) for name, column in columns.items()}
+    return Evaluation(estimates, ranks.gather(texts), columns["reward"])

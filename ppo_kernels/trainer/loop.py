@@ -2,89 +2,115 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
-import torch
-from transformers import PreTrainedTokenizerFast
-
-from ppo_kernels import AdaptiveKLController, FixedKLController
-from ppo_kernels.trainer.algo import ALGORITHMS
+from ppo_kernels import AdaptiveKLController
+from ppo_kernels.trainer import faults
+from ppo_kernels.trainer.checkpoint import Progress
 from ppo_kernels.trainer.config import Config
-from ppo_kernels.trainer.data import encode, pad
+from ppo_kernels.trainer.data import update_rows
 from ppo_kernels.trainer.log import Log
-from ppo_kernels.trainer.models import Roles
-from ppo_kernels.trainer.rollout import generate, score
-from ppo_kernels.trainer.stats import step_line, summarize, watch
-from ppo_kernels.trainer.update import Optimizers, update
+from ppo_kernels.trainer.rewards import finish
+from ppo_kernels.trainer.rollout import Trajectory, converse, gather, score
+from ppo_kernels.trainer.stats import step_line, summarize
+from ppo_kernels.trainer.task import Task
+from ppo_kernels.trainer.update import Diverged, Optimizers, Pass, update
+from ppo_kernels.trainer.watch import Watch
+
+
+def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[dict[str, float], Progress]:
+    """One update: trains the actor and the critic in place. Returns its numbers and the progress after it."""
+    config, ranks, roles, algorithm = task.config, task.ranks, task.roles, task.algorithm
+    number, stream, started = progress.update, progress.stream, time.perf_counter()
+    lr = optimizers.schedule(number, config.train.updates)
+
+    # 1. sample a response to each of this rank's prompts, score it under all four models; then all ranks have all rows
+    rows = update_rows(task.train, number, stream, config)
+    keys: list[tuple[int | str, ...]] = [("sample", config.seed, stream, number, i) for i in range(len(rows))]
+    mine = list(ranks.share(rows))
+    roles.train(False)
+    with ranks.together("a rollout"):
+        samples = converse(
+            roles.actor, mine, list(ranks.share(keys)), task.text, task.environment, config, ranks, task.between
+        )
+        generated = time.perf_counter()
+        part = score(samples, mine, roles, task.reward_function, algorithm, task.text, config, ranks)
+    batch = Trajectory(*(field.to(ranks.device) for field in gather(part, task.text.pad, ranks)))
+    faults.point("update:sampled")
+    if not all(bool(field.isfinite().all()) for field in batch if field.is_floating_point()):
+        raise Diverged("a log-prob, a value or a score of the rollout is not finite", batch)
+
+    # 2. the reward of a token is its KL penalty; the last one also gets the score, clipped and normalised
+    scores, moments = finish(batch.scores, batch.has_eos, config.reward, progress.moments)
+    rewards = batch.turn_rewards + algorithm.token_rewards(
+        scores, batch.logprobs, batch.ref_logprobs, batch.mask, kl_coef=progress.kl_coef,
+        kl_estimator=config.kl.estimator,
+    )  # fmt: skip
+    if config.ppo.whiten_rewards:
+        rewards = algorithm.whiten(rewards, batch.mask, shift_mean=False)
+
+    # 3. advantages over the whole batch, whitened over its valid tokens (N+18)
+    advantages, returns = algorithm.advantages(rewards, batch.values, batch.mask, config.ppo)
+    if config.ppo.whiten_advantages:
+        advantages = algorithm.whiten(advantages, batch.mask)
+
+    # 4. several epochs of clipped policy and value steps on the same batch
+    roles.train(True)
+    setting = Pass(config, roles, optimizers, algorithm, task.sources, task.text.pad, ranks)
+    metrics = update(batch, advantages, returns, setting, number, stream, progress.clip, progress.skips)
+    faults.point("update:trained")
+
+    # 5. adapt the KL coefficient and the clip range to what was measured
+    stats = summarize(batch, rewards, returns, progress, metrics)
+    kl_coef = progress.kl_coef
+    if config.kl.target is not None:
+        kl_coef = AdaptiveKLController(kl_coef, config.kl.target, config.kl.horizon).update(
+            stats["objective/kl"], len(rows)
+        )
+    clip = adapted_clip(progress.clip, metrics["approx_kl_k3"], config)
+    seconds = time.perf_counter() - started
+    stats |= {"lr": lr, "time/update": seconds, "time/generate": generated - started}
+    after = Progress(**{**vars(progress), "update": number + 1, "kl_coef": kl_coef, "clip": clip, "moments": moments,
+                        "skips": int(metrics["skips"])})  # fmt: skip
+    return stats, after
+
+
+def adapted_clip(clip: float, kl: float, config: Config) -> float:
+    """Half as wide again when an update moves too little, narrower when it moves too far (rsl_rl does so with lr)."""
+    target, (low, high) = config.ppo.clip_target_kl, config.ppo.clip_bounds
+    if target is None or not math.isfinite(kl) or target / 2 <= kl <= target * 2:
+        return clip
+    return max(low, clip / 1.5) if kl > target else min(high, clip * 1.5)
 
 
 def ppo(
-    config: Config,
-    roles: Roles,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: list[str],
-    evaluate: Callable[[int], dict[str, float]],
+    task: Task,
+    progress: Progress,
+    optimizers: Optimizers,
     log: Log,
-) -> None:
-    """Trains `roles.actor` (and the critic) in place. `evaluate(update)` returns held-out metrics for the log."""
-    algorithm = ALGORITHMS[config.train.loss_backend]
-    optimizers = Optimizers(roles.actor, roles.critic, config.optim)
-    sampling = torch.Generator().manual_seed(config.seed)  # N+7: one named random stream per purpose
-    shuffling = torch.Generator().manual_seed(config.seed + 1)
-    kl = (
-        FixedKLController(config.kl.coef)
-        if config.kl.target is None
-        else AdaptiveKLController(config.kl.coef, config.kl.target, config.kl.horizon)
-    )
-    heldout = evaluate(0)
-
-    for number in range(config.ppo.updates):
+    evaluate: Callable[[int], dict[str, float]],  # of an update number -> held-out metrics for the log
+    save: Callable[[Progress], None],
+    roll_back: Callable[[Progress, Diverged], Progress],
+) -> Progress:
+    """Trains until config.train.updates; returns the progress at the end."""
+    config, watch = task.config, Watch(task.config)
+    while progress.update < config.train.updates:
         started = time.perf_counter()
-        lr = optimizers.schedule(done=number / config.ppo.updates)
-
-        # 1. sample a response to each prompt, then score it: log-probs, reference, values, reward
-        batch = prompt_batch(prompts, number, config)
-        ids, mask = pad(encode(tokenizer, batch, config.data.max_tokens, eos=False), "left")
-        samples = generate(roles.actor, ids, mask, config.rollout, sampling)
-        generated = time.perf_counter()
-        trajectory = score(samples, roles, algorithm, config.rollout)
-
-        # 2. the reward of a token is its KL penalty; the last one also gets the score
-        rewards = algorithm.token_rewards(
-            trajectory.scores, trajectory.logprobs, trajectory.ref_logprobs, trajectory.mask, trajectory.has_eos,
-            kl.value, config.kl, config.rollout.missing_eos_penalty,
-        )  # fmt: skip
-
-        # 3. advantages over the whole batch, whitened over its valid tokens (N+18)
-        advantages, returns = algorithm.advantages(rewards, trajectory.values, trajectory.mask, config.ppo)
-        if config.ppo.whiten_advantages:
-            advantages = algorithm.whiten(advantages, trajectory.mask)
-
-        # 4. several epochs of clipped policy and value steps on the same batch
-        metrics = update(
-            trajectory, advantages, returns, roles.actor, roles.critic, optimizers, algorithm, config, shuffling
-        )
-
-        # 5. adapt the KL coefficient, measure, report
-        stats = summarize(trajectory, rewards, returns, kl.value, metrics)
-        kl.update(stats["objective/kl"], len(batch))
-        if (number + 1) % config.eval.every == 0 or number + 1 == config.ppo.updates:
-            heldout = evaluate(number + 1)
-        seconds = time.perf_counter() - started
-        timing = {"lr": lr, "time/update": seconds, "time/generate": generated - started}
-        stats |= timing | heldout
-        log.step(number + 1, stats, step_line(number + 1, config.ppo.updates, stats))
+        try:
+            stats, progress = ppo_update(task, progress, optimizers)
+        except Diverged as diverged:
+            progress = roll_back(progress, diverged)
+            continue
+        number = progress.update
+        if number % config.eval.every == 0 or number == config.train.updates:
+            progress.heldout = evaluate(number)
+        stats |= progress.heldout
+        progress.seconds += time.perf_counter() - started
+        log.step(number, stats, step_line(number, config.train.updates, stats))
         for advice in watch(stats):
             log.note(advice)
-
-
-def prompt_batch(prompts: list[str], update: int, config: Config) -> list[str]:
-    """The prompts of one update: a permutation per epoch, a function of the seed, so that any update can be redone."""
-    count, size = len(prompts), config.rollout.prompts
-    positions = range(update * size, (update + 1) * size)
-    orders = {
-        epoch: torch.randperm(count, generator=torch.Generator().manual_seed(config.seed * 100_003 + epoch)).tolist()
-        for epoch in {position // count for position in positions}
-    }
-    return [prompts[orders[position // count][position % count]] for position in positions]
+        faults.point("update:logged")
+        save(progress)
+    return progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import inspect
 import math
@@ -11,70 +12,159 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
-from ppo_kernels.trainer.config import ModelConfig
-from ppo_kernels.trainer.data import BOS, EOS, PAD
+from ppo_kernels.integrations.transformers import patch_lm_head
+from ppo_kernels.trainer.config import Config
+from ppo_kernels.trainer.ranks import Ranks, distribute, whole
+
+
+class Policy:
+    """A causal LM and its head apart, so that logits need not exist. `module` is what a training forward calls."""
+
+    def __init__(self, model: Any, adapter_off: bool = False) -> None:
+        self.model, self.module, self.adapter_off = model, model, adapter_off
+        self.head = patch_lm_head(model)
+        self.base = self.head.model
+        # from transformers 5.24 on it is called cache
+        self.cache_name = "cache" if "cache" in inspect.signature(self.base.forward).parameters else "past_key_values"
+
+    def hidden(self, ids: torch.Tensor, attention: torch.Tensor, keep: int) -> torch.Tensor:
+        """What the head is given at the last `keep` positions, [B, keep, H]; ids, attention [B, S]."""
+        with self._adapter():
+            output = self.module(
+                input_ids=ids, attention_mask=attention, position_ids=positions(attention), logits_to_keep=keep,
+                use_cache=False,
+            )  # fmt: skip
+        return output.logits  # type: ignore[no-any-return]
+
+    def logits(
+        self,
+        ids: torch.Tensor,  # [B, new] the tokens not yet in the cache
+        attention: torch.Tensor,  # [B, S] everything so far
+        keep: int,
+        cache: DynamicCache | None = None,
+    ) -> torch.Tensor:
+        """The logits of the last `keep` positions, [B, keep, V]; reads and extends the cache if given."""
+        module = self.module if cache is None else self.model
+        with self._adapter(), self.head.logits():
+            output = module(
+                input_ids=ids,
+                attention_mask=attention,
+                position_ids=positions(attention)[:, -ids.shape[1] :],
+                use_cache=cache is not None,
+                logits_to_keep=keep,
+                **({self.cache_name: cache} if cache is not None else {}),
+            )
+        return output.logits  # type: ignore[no-any-return]
+
+    def _adapter(self) -> contextlib.AbstractContextManager[Any]:
+        return self.model.disable_adapter() if self.adapter_off else contextlib.nullcontext()
 
 
 class Scalar(nn.Module):
-    """A language model's trunk with one number per position: reward model and critic.
+    """One number per position from a sequence classifier with one label: reward model and critic."""
 
-    A fresh head is zero (N+11, critic) or N(0, 1/sqrt(hidden + 1)) with bias 0 (N+9, reward model).
-    """
-
-    def __init__(self, trunk: PreTrainedModel, zero_head: bool, generator: torch.Generator | None = None) -> None:
+    def __init__(self, classifier: Any) -> None:
         super().__init__()
-        self.trunk = trunk
-        width = trunk.config.hidden_size
-        self.head = nn.Linear(width, 1)
-        nn.init.zeros_(self.head.bias)
-        if zero_head:
-            nn.init.zeros_(self.head.weight)
-        else:
-            nn.init.normal_(self.head.weight, std=1 / math.sqrt(width + 1), generator=generator)
+        self.classifier = classifier
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """ids, mask [B, S] -> fp32 [B, S]; position t has seen tokens 0..t."""
-        hidden = self.trunk(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).last_hidden_state
-        return self.head(hidden).squeeze(-1).float()  # type: ignore[no-any-return]
+    def forward(self, ids: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        """ids, attention [B, S] -> fp32 [B, S]; position t has seen tokens 0..t."""
+        output = self.classifier.base_model(
+            input_ids=ids, attention_mask=attention, position_ids=positions(attention), use_cache=False
+        )
+        return self.classifier.score(output.last_hidden_state).squeeze(-1).float()  # type: ignore[no-any-return]
 
 
 class Roles(NamedTuple):
-    actor: PreTrainedModel
-    reference: PreTrainedModel
+    actor: Policy
+    reference: Policy
     critic: Scalar
-    reward: Scalar
+    reward: Scalar | None
+    critic_module: nn.Module  # what a training forward of the critic calls
+
+    def train(self, mode: bool) -> None:
+        """Gradient checkpointing is on in train mode only, and needs the cache off."""
+        self.actor.model.train(mode)
+        self.critic.train(mode)
 
 
-def new_language_model(config: ModelConfig, seed: int) -> LlamaForCausalLM:
-    """A Llama from scratch, weights a function of the seed."""
+def load_roles(config: Config, ranks: Ranks) -> Roles:
+    """All four from the directories that the configuration names."""
+    actor: Any = load_language_model(config.model.actor)
+    reward = load_scalar(config.reward.model) if config.reward.model else None
+    critic_from = config.model.critic if config.model.critic != "auto" else "reward" if reward else "actor"
+    if critic_from == "reward":
+        critic = copy.deepcopy(reward)
+    elif critic_from == "actor":
+        critic = scalar_from(actor)
+    else:
+        critic = load_scalar(critic_from)
+    assert critic is not None
+    if config.model.lora_rank:
+        reference, actor = None, with_lora(actor, config)
+    else:
+        frozen = config.model.reference
+        reference = copy.deepcopy(actor) if frozen == "actor" else load_language_model(frozen)
+    return assemble(config, ranks, actor, reference, critic, reward)
+
+
+def assemble(config: Config, ranks: Ranks, actor: Any, reference: Any, critic: Scalar, reward: Scalar | None) -> Roles:
+    """Places the models on the device, wraps those that train; without `reference` it is the actor's base (LoRA)."""
+    for model in (actor, reference, critic, reward):
+        if model is not None:
+            assert_no_dropout(model)
+            model.to(ranks.device)
+    if config.train.gradient_checkpointing:
+        for trained in (actor, critic.classifier):
+            trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    critic.requires_grad_(True)
+    policy = Policy(actor)
+    policy.module = distribute(actor, ranks, config.train.parallel)
+    if reference is not None:
+        freeze(reference)
+    frozen = Policy(actor, adapter_off=True) if reference is None else Policy(reference)
+    reward = freeze(reward) if reward is not None else None
+    return Roles(policy, frozen, critic, reward, distribute(critic, ranks, config.train.parallel))
+
+
+def load_language_model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def load_scalar(folder: str) -> Scalar:
+    return Scalar(AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32))
+
+
+def scalar_from(language_model: Any, generator: torch.Generator | None = None) -> Scalar:
+    """The trunk of a causal LM, copied, with a fresh head: zero (N+11, a critic), or N(0, 1/sqrt(hidden + 1)) from
+    `generator` (N+9, a reward model)."""
+    config = copy.deepcopy(language_model.config)
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    classifier.base_model.load_state_dict(language_model.base_model.state_dict())
+    weight = classifier.score.weight
+    if generator is None:
+        nn.init.zeros_(weight)
+    else:
+        nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1] + 1), generator=generator)
+    return Scalar(classifier)
+
+
+def with_lora(actor: Any, config: Config) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(
+        r=config.model.lora_rank or 0,
+        lora_alpha=config.model.lora_alpha,
+        target_modules=config.model.lora_targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=config.vocab,
-                hidden_size=config.hidden,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                intermediate_size=config.ffn,
-                max_position_embeddings=256,
-                tie_word_embeddings=True,
-                attention_dropout=0.0,
-                pad_token_id=PAD,
-                bos_token_id=BOS,
-                eos_token_id=EOS,
-            )
-        )
-
-
-def assign_roles(sft: PreTrainedModel, reward: Scalar, critic_init: str = "reward") -> Roles:
-    """Actor and reference from the SFT model, critic from the reward model: its head already predicts the score."""
-    critic = copy.deepcopy(reward) if critic_init == "reward" else Scalar(copy.deepcopy(sft.base_model), zero_head=True)
-    roles = Roles(copy.deepcopy(sft), freeze(sft), critic.requires_grad_(True), freeze(reward))
-    for model in roles:
-        assert_no_dropout(model)
-    return roles
+        torch.manual_seed(config.seed)
+        return get_peft_model(actor, options)
 
 
 def freeze(model: Any) -> Any:
@@ -84,8 +174,13 @@ def freeze(model: Any) -> Any:
 def assert_no_dropout(model: nn.Module) -> None:
     """N+12: with dropout the ratio is not 1 before the first step and nothing below means anything."""
     active = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    settings = vars(getattr(model, "config", None) or argparse.Namespace())
-    active += [name for name, value in settings.items() if "dropout" in name and isinstance(value, float) and value > 0]
+    settings = vars(getattr(getattr(model, "classifier", model), "config", None) or argparse.Namespace())
+    unused = ("classifier_dropout", "summary_first_dropout")  # of heads that are not called here
+    active += [
+        name
+        for name, value in settings.items()
+        if "dropout" in name and name not in unused and isinstance(value, float) and value > 0
+    ]
     if active:
         raise ValueError(f"dropout must be 0 in every model, found it in {', '.join(active)}")
 
@@ -95,27 +190,17 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def logits_of(
-    model: PreTrainedModel,
-    ids: torch.Tensor,  # [B, new] the tokens not yet in the cache
-    mask: torch.Tensor,  # [B, S] everything so far
-    keep: int,
-    cache: DynamicCache | None = None,
-) -> torch.Tensor:
-    """The logits of the last `keep` positions, [B, keep, V]; reads and extends the cache if given."""
-    renamed = "cache" in inspect.signature(model.forward).parameters  # from transformers 5.24 on
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions(mask)[:, -ids.shape[1] :],
-        use_cache=cache is not None,
-        logits_to_keep=keep,
-        **({"cache" if renamed else "past_key_values": cache} if cache is not None else {}),
-    )
-    return output.logits  # type: ignore[no-any-return]
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_language_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """A plain directory that AutoModelForCausalLM and AutoTokenizer load."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def plain_directory(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> None:
+    """What AutoModel and AutoTokenizer load, adapters merged; every rank calls it, rank 0 writes."""
+    if hasattr(model, "merge_and_unload"):
+        if not ranks.main:
+            return
+        model = copy.deepcopy(model).merge_and_unload()
+    state = {name: whole(value).cpu() for name, value in model.state_dict().items()}
+    if ranks.main:
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -11,33 +10,61 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_kernels import logprobs_from_logits
-from ppo_kernels.trainer.config import Config, RewardConfig, SFTConfig
-from ppo_kernels.trainer.data import Snippet, Split, batches, cache_dir, encode, fingerprint, pad
+from ppo_kernels.trainer.config import Config, DemoConfig, DemoModel, DemoReward, DemoSFT
+from ppo_kernels.trainer.data import pad
+from ppo_kernels.trainer.fetch import cache_dir
 from ppo_kernels.trainer.log import Log
-from ppo_kernels.trainer.models import Scalar, new_language_model, save_language_model
+from ppo_kernels.trainer.models import Scalar, load_language_model, scalar_from
+from ppo_kernels.trainer.movies import BOS, EOS, PAD, Snippet, Split, batches, encode, fingerprint
 
-FORMAT = 1  # of the cached models; raise it when an older cache must not be read
+Check = Callable[[], None]  # raises when the run was asked to end
+
+FORMAT = 2  # of the cached models; raise it when an older cache must not be read
 RATING_SCALE = 4.0  # human ratings are in [-4, 4], rewards in [-1, 1]
 
 
 # ---- SFT ------------------------------------------------------------------------------------------------------------
 
 
-def train_sft(config: Config, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log) -> PreTrainedModel:
-    model = new_language_model(config.model, config.seed)
-    rows = encode(tokenizer, [snippet.text for snippet in split.train], config.data.max_tokens, eos=True)
-    validation = encode(tokenizer, [snippet.text for snippet in split.validation], config.data.max_tokens, eos=True)
-    generator = torch.Generator().manual_seed(config.seed)
+def new_language_model(config: DemoModel, seed: int) -> LlamaForCausalLM:
+    """A Llama from scratch, weights a function of the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab,
+                hidden_size=config.hidden,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                intermediate_size=config.ffn,
+                max_position_embeddings=256,
+                tie_word_embeddings=True,
+                attention_dropout=0.0,
+                pad_token_id=PAD,
+                bos_token_id=BOS,
+                eos_token_id=EOS,
+            )
+        )
+
+
+def train_sft(
+    seed: int, config: DemoConfig, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log, check: Check
+) -> PreTrainedModel:
+    model = new_language_model(config.model, seed)
+    rows = encode(tokenizer, [snippet.text for snippet in split.train], config.text.max_tokens, eos=True)
+    validation = encode(tokenizer, [snippet.text for snippet in split.validation], config.text.max_tokens, eos=True)
+    generator = torch.Generator().manual_seed(seed)
 
     def loss(picked: list[int]) -> torch.Tensor:
         return _language_loss(model, [rows[i] for i in picked])[0]
 
-    _fit(model, config.sft, [len(row) for row in rows], generator, loss, "sft/loss", log)
+    _fit(model, config.sft, [len(row) for row in rows], generator, loss, "sft/loss", log, check)
     final = validation_loss(model, validation)
     log.step(config.sft.steps, {"sft/validation_loss": final}, f"validation {final:.3f} nats per token")
     return model
@@ -63,16 +90,16 @@ def validation_loss(model: PreTrainedModel, rows: list[list[int]]) -> float:
 
 
 def train_reward(
-    config: Config, sft: PreTrainedModel, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log
+    seed: int, config: DemoConfig, sft: Any, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log, check: Check
 ) -> Scalar:
     """Least squares on the human rating at the last token, and with a smaller weight at every earlier one.
 
     The prefixes make the model sensible on responses cut short, and a good critic to start from: what it says before
     token t is the score to expect.
     """
-    generator = torch.Generator().manual_seed(config.seed + 2)
-    model = Scalar(copy.deepcopy(sft.base_model), zero_head=False, generator=generator)
-    rows = encode(tokenizer, [snippet.text for snippet in split.train], config.data.max_tokens, eos=True)
+    generator = torch.Generator().manual_seed(seed + 2)
+    model = scalar_from(sft, generator)
+    rows = encode(tokenizer, [snippet.text for snippet in split.train], config.text.max_tokens, eos=True)
     ratings = torch.tensor([snippet.rating / RATING_SCALE for snippet in split.train])
 
     def loss(picked: list[int]) -> torch.Tensor:
@@ -81,8 +108,8 @@ def train_reward(
         at_end = error.gather(1, mask.sum(1, keepdim=True) - 1).mean()
         return at_end + config.reward.prefix_weight * error[mask].mean()
 
-    _fit(model, config.reward, [len(row) for row in rows], generator, loss, "reward/loss", log)
-    correlation, sign = judge(model, split.validation, tokenizer, config.data.max_tokens)
+    _fit(model, config.reward, [len(row) for row in rows], generator, loss, "reward/loss", log, check)
+    correlation, sign = judge(model, split.validation, tokenizer, config.text.max_tokens)
     values = {"reward/validation_correlation": correlation, "reward/validation_sign_accuracy": sign}
     log.step(config.reward.steps, values, f"validation correlation {correlation:.2f}, sign right {sign:.0%}")
     return model
@@ -109,17 +136,19 @@ def judge(
 
 def _fit(
     model: torch.nn.Module,
-    config: SFTConfig | RewardConfig,
+    config: DemoSFT | DemoReward,
     lengths: list[int],
     generator: torch.Generator,
     loss_of: Callable[[list[int]], torch.Tensor],  # row numbers -> scalar
     name: str,
     log: Log,
+    check: Check,
 ) -> None:
     """AdamW over shuffled batches with a linear warm-up, then a cosine to 5% of the learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True)
     queue: list[list[int]] = []
     for step in range(config.steps):
+        check()
         queue = queue or batches(lengths, config.batch, generator)
         cosine = 0.05 + 0.95 * (1 + math.cos(math.pi * step / config.steps)) / 2
         optimizer.param_groups[0]["lr"] = config.lr * min(1.0, (step + 1) / max(config.warmup, 1)) * cosine
@@ -135,48 +164,50 @@ def _fit(
 # ---- cache ----------------------------------------------------------------------------------------------------------
 
 
-def cache_key(config: Config, split: Split, *sections: str) -> str:
-    """A hash of everything a stage depends on: the seed, the text and the named sections of the configuration."""
-    parts = {"format": FORMAT, "seed": config.seed, "text": fingerprint(split), "torch": torch.__version__}
-    parts |= {name: getattr(config, name).model_dump() for name in sections}
+def cache_key(seed: int, split: Split, *sections: Any) -> str:
+    """A hash of everything a stage depends on: the seed, the text and sections of the configuration."""
+    parts = [FORMAT, seed, fingerprint(split), torch.__version__, *(section.model_dump() for section in sections)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cached_models(
-    config: Config, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log
-) -> tuple[PreTrainedModel, Scalar]:
-    """The SFT and the reward model: read from the user cache if this very configuration was trained before."""
-    sft_folder = cache_dir() / "models" / f"sft-{cache_key(config, split, 'model', 'data', 'sft')}"
-    reward_folder = cache_dir() / "models" / f"reward-{cache_key(config, split, 'model', 'data', 'sft', 'reward')}"
+    config: Config, split: Split, tokenizer: PreTrainedTokenizerFast, log: Log, check: Check
+) -> tuple[Path, Path]:
+    """Directories of the SFT and the reward model: of the user cache if this very configuration was trained before."""
+    demo = config.demo
+    assert demo is not None
+    parts = (demo.model, demo.text, demo.sft)
+    sft_folder = cache_dir() / "models" / f"sft-{cache_key(config.seed, split, *parts)}"
+    reward_folder = cache_dir() / "models" / f"reward-{cache_key(config.seed, split, *parts, demo.reward)}"
 
-    log.begin("SFT", config.sft.steps)
-    if config.cache and (sft_folder / "history.json").exists():
-        sft = AutoModelForCausalLM.from_pretrained(sft_folder, dtype=torch.float32)
-        log.replay(json.loads((sft_folder / "history.json").read_text()))
-        log.end("from the cache")
-    else:
-        sft = train_sft(config, split, tokenizer, log)
-        _publish(sft_folder, lambda folder: save_language_model(sft, tokenizer, folder), log)
+    log.begin("SFT", demo.sft.steps)
+    if not _reused(sft_folder, demo.cache, log):
+        sft = train_sft(config.seed, demo, split, tokenizer, log, check)
+        _publish(sft_folder, sft, tokenizer, log)
         log.end()
 
-    log.begin("reward model", config.reward.steps)
-    if config.cache and (reward_folder / "history.json").exists():
-        reward = Scalar(copy.deepcopy(sft.base_model), zero_head=True)
-        reward.load_state_dict(torch.load(reward_folder / "reward.pt", weights_only=True))
-        log.replay(json.loads((reward_folder / "history.json").read_text()))
-        log.end("from the cache")
-    else:
-        reward = train_reward(config, sft, split, tokenizer, log)
-        _publish(reward_folder, lambda folder: torch.save(reward.state_dict(), folder / "reward.pt"), log)
+    log.begin("reward model", demo.reward.steps)
+    if not _reused(reward_folder, demo.cache, log):
+        reward = train_reward(config.seed, demo, load_language_model(str(sft_folder)), split, tokenizer, log, check)
+        _publish(reward_folder, reward.classifier, tokenizer, log)
         log.end()
-    return sft, reward
+    return sft_folder, reward_folder
 
 
-def _publish(folder: Path, save: Callable[[Path], object], log: Log) -> None:
+def _reused(folder: Path, cache: bool, log: Log) -> bool:
+    if not cache or not (folder / "history.json").exists():
+        return False
+    log.replay(json.loads((folder / "history.json").read_text()), cached=True)
+    log.end("from the cache")
+    return True
+
+
+def _publish(folder: Path, model: Any, tokenizer: Any, log: Log) -> None:
     """Writes the files beside `folder` and renames them into place, so that a cache entry is whole or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-    save(temporary)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
     (temporary / "history.json").write_text(json.dumps(log.history()))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)

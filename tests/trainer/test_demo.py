@@ -13,10 +13,18 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_kernels.trainer import cli
-from ppo_kernels.trainer.config import SMOKE, Config, load
-from ppo_kernels.trainer.demo import new_folder
+from ppo_kernels.trainer.config import Config
+from ppo_kernels.trainer.run import new_folder
+from ppo_kernels.trainer.settings import SMOKE, load
 
-QUICK = ["sft.steps=12", "reward.steps=10", "ppo.updates=2", "eval.prompts=16", "eval.curve_prompts=16", "eval.every=1"]
+QUICK = [
+    "demo.sft.steps=12",
+    "demo.reward.steps=10",
+    "train.updates=2",
+    "eval.prompts=16",
+    "eval.curve_prompts=16",
+    "eval.every=1",
+]
 
 
 def run(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> Path:
@@ -46,7 +54,7 @@ def test_every_file_is_there(finished: Path) -> None:
 
 
 def test_the_saved_configuration_makes_the_same_configuration(finished: Path) -> None:
-    assert Config.model_validate(yaml.safe_load((finished / "config.yaml").read_text())).ppo.updates == 2
+    assert Config.model_validate(yaml.safe_load((finished / "config.yaml").read_text())).train.updates == 2
 
 
 def test_metrics_have_one_row_per_update_with_every_name(finished: Path) -> None:
@@ -55,7 +63,7 @@ def test_metrics_have_one_row_per_update_with_every_name(finished: Path) -> None
     names = """objective/scores objective/kl objective/kl_coef objective/rlhf_reward objective/entropy loss/policy_avg
         loss/value_avg policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg val/clipfrac_avg val/ratio
         val/first_logprob_drift critic/explained_var grad_norm/actor grad_norm/critic response_length/mean
-        response_length/eos_rate lr time/update heldout/reward heldout/reward_low heldout/vader heldout/kl"""
+        response_length/eos_rate lr time/update heldout/reward heldout/reward_low heldout/metric heldout/kl"""
     for row in found:
         assert set(names.split()) <= set(row)
         assert all(isinstance(value, float | int | str) for value in row.values())
@@ -77,7 +85,7 @@ def test_the_final_actor_is_a_plain_transformers_directory(finished: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(finished / "final")
     tokenizer = AutoTokenizer.from_pretrained(finished / "final")
     ids = tokenizer("the film", return_tensors="pt")["input_ids"]
-    assert model(ids).logits.shape == (1, ids.shape[1], SMOKE["model"]["vocab"])
+    assert model(ids).logits.shape == (1, ids.shape[1], SMOKE["demo"]["model"]["vocab"])
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
 
 
@@ -102,9 +110,10 @@ def test_fresh_trains_again(finished: Path, tmp_path: Path, private_cache: Path)
     assert "cached" not in rows(again, "sft")[-1]
 
 
-def test_both_loss_backends_train_the_same_policy(finished: Path, tmp_path: Path, private_cache: Path) -> None:
+@pytest.mark.parametrize("loss", ["reference", "logits"])
+def test_all_losses_train_the_same_policy(finished: Path, tmp_path: Path, private_cache: Path, loss: str) -> None:
     shutil.copytree(finished.parent.parent / "cache", private_cache)
-    plain = run(tmp_path, "train.loss_backend=reference")
+    plain = run(tmp_path, f"train.loss={loss}")
     for name in ("loss/policy_first", "loss/value_first"):
         assert rows(plain)[0][name] == pytest.approx(rows(finished)[0][name], rel=1e-5)
     for name in ("objective/kl", "objective/scores", "policy/entropy_avg", "heldout/reward"):
@@ -119,17 +128,17 @@ def torch_weights(folder: Path) -> list[torch.Tensor]:
 
 def test_adaptive_kl_and_a_fresh_critic_run_too(finished: Path, tmp_path: Path, private_cache: Path) -> None:
     shutil.copytree(finished.parent.parent / "cache", private_cache)
-    other = run(
-        tmp_path, "kl.target=0.001", "kl.horizon=100", "ppo.critic_init=zero", "rollout.missing_eos_penalty=0.5"
-    )
+    other = run(tmp_path, "kl.target=0.001", "kl.horizon=100", "model.critic=actor", "reward.missing_eos_value=0.5")
     coefficients = [row["objective/kl_coef"] for row in rows(other)]
     assert coefficients[0] == 0.1
     assert coefficients[1] != 0.1
 
 
 def test_an_earlier_run_is_never_touched(tmp_path: Path) -> None:
-    names = [new_folder(tmp_path, "demo").name for _ in range(3)]
+    names = [new_folder(tmp_path, "demo", numbered=True).name for _ in range(3)]
     assert names == ["demo", "demo-2", "demo-3"]
+    with pytest.raises(FileExistsError):
+        new_folder(tmp_path, "demo")
 
 
 @pytest.mark.slow
@@ -138,8 +147,8 @@ def test_ppo_raises_the_reward_on_held_out_prompts_of_the_built_in_text(tmp_path
     summary = json.loads((tmp_path / "smoke" / "summary.json").read_text())
     before, after = summary["before"]["heldout"], summary["after"]["heldout"]
     assert after["reward"][1] > before["reward"][2]
-    assert after["vader"][1] > before["vader"][2]
+    assert after["metric"][1] > before["metric"][2]
 
 
 def test_the_smoke_configuration_is_valid() -> None:
-    assert load([], SMOKE).data.source == "toy"
+    assert load([], SMOKE).data.train == "toy"

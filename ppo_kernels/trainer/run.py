@@ -1,0 +1,313 @@
+"""A run from its configuration to its report: folders, stages, checkpoints, rollbacks, the way back after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from transformers import AutoTokenizer
+
+import ppo_kernels
+from ppo_kernels.trainer import faults, mix, rewards
+from ppo_kernels.trainer.algo import ALGORITHMS
+from ppo_kernels.trainer.checkpoint import Checkpoints, NoCheckpoint, Progress, sync
+from ppo_kernels.trainer.config import Config
+from ppo_kernels.trainer.data import Rows, Text, load_rows
+from ppo_kernels.trainer.evaluate import Evaluation, evaluate, load_metric, measures
+from ppo_kernels.trainer.fetch import DataError
+from ppo_kernels.trainer.log import Log, Stage
+from ppo_kernels.trainer.loop import ppo
+from ppo_kernels.trainer.models import Roles, load_roles, parameters, plain_directory
+from ppo_kernels.trainer.ranks import Ranks
+from ppo_kernels.trainer.report import write_report
+from ppo_kernels.trainer.rewards import Moments
+from ppo_kernels.trainer.stop import Signals
+from ppo_kernels.trainer.task import Task
+from ppo_kernels.trainer.update import Diverged, Optimizers
+
+STAGES = (("before", 5), ("PPO", 100), ("after", 5), ("report", 2))
+
+
+class Failed(Exception):
+    """The run diverged and its rollbacks are used up; the message says where the batch is."""
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def new_folder(out: Path, name: str, numbered: bool = False) -> Path:
+    """runs/name, made; an earlier run is never touched: FileExistsError, or runs/name-2 and so on if `numbered`."""
+    for number in range(1, 10_000 if numbered else 2):
+        folder = out / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(str(out / name))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has all of the text, or is as it was."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text)
+    sync(beside)
+    beside.rename(path)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the system lets go when that ends, however it ends. Raises BlockingIOError."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def begin(config: Config, folder: Path) -> None:
+    """What a new run's folder holds first."""
+    write_whole(folder / "env.json", json.dumps(environment(), indent=1))
+    write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    faults.point("run:folder")
+
+
+def environment() -> dict[str, Any]:
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in (Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else [])
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": " ".join(["ppo-train", *sys.argv[1:]]),
+        "ppo_kernels": ppo_kernels.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "cpu": cpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "backend": os.environ.get("PPO_KERNELS_BACKEND", "automatic"),
+    }
+
+
+def check_resumable(folder: Path) -> None:
+    """Forgets what a run wrote before its first checkpoint: it starts again. Raises NoCheckpoint if updates were made
+    and no checkpoint is left."""
+    if list((folder / "checkpoints").glob("step_*")):
+        return
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        if b'"stage": "ppo"' in metrics.read_bytes():
+            raise NoCheckpoint(f"{folder} has updates in metrics.jsonl, but no checkpoint in {folder / 'checkpoints'}")
+        metrics.unlink()
+    print(f"ppo-train: {folder} was ended before its first checkpoint: starting at update 0", file=sys.stderr)
+
+
+def execute(
+    config: Config, folder: Path, ranks: Ranks, reward_function: rewards.RewardFunction | None = None
+) -> dict[str, Any]:
+    """The run in `folder`, from where it is; returns its summary (empty on ranks other than 0)."""
+    transformers.utils.logging.disable_progress_bar()  # one progress display is enough
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    stages = [Stage("text", 6), Stage("SFT", 100), Stage("reward model", 40)] if config.demo else [Stage("models", 5)]
+    stages += [Stage(*stage) for stage in STAGES]
+    with contextlib.ExitStack() as stack:
+        if ranks.main:
+            stack.enter_context(locked(folder))
+        signals = stack.enter_context(Signals())
+        log = stack.enter_context(
+            Log(folder, f"ppo_kernels · {folder}", stages, config.log.tensorboard, silent=not ranks.main)
+        )
+        if config.demo:
+            from ppo_kernels.trainer.demo import prepare
+
+            config, rows, facts = prepare(config, folder, log, lambda: signals.check(ranks))
+            roles = load_roles(config, ranks)
+        else:
+            log.begin("models")
+            rows, facts = load_rows(config.data), {"text": config.data.train}
+            roles = load_roles(config, ranks)
+            counts = f"{len(rows.train)} training and {len(rows.heldout)} held-out prompts"
+            log.end(f"{parameters(roles.actor.model):,} parameters, {counts}")
+        tokenizer = AutoTokenizer.from_pretrained(config.model.actor)
+        task = make_task(config, ranks, rows, tokenizer, roles, signals, log, reward_function)
+        return train(task, folder, log, signals, facts)
+
+
+# ---- the parts of a task --------------------------------------------------------------------------------------------
+
+
+def make_task(
+    config: Config, ranks: Ranks, rows: Rows, tokenizer: Any, roles: Roles, signals: Signals, log: Log,
+    reward_function: rewards.RewardFunction | None = None,
+) -> Task:  # fmt: skip
+    """`reward_function` instead of reward.function. Raises DataError."""
+    generation = getattr(roles.actor.base, "generation_config", None)
+    text = Text(tokenizer, config.data, getattr(generation, "eos_token_id", None))
+    kept = [[row for row in part if len(text.prompt(row)) <= config.data.max_prompt] for part in rows]
+    dropped = sum(map(len, rows)) - sum(map(len, kept))
+    if dropped:
+        log.note(f"{dropped} prompts of more than data.max_prompt={config.data.max_prompt} tokens left out")
+    if not all(kept):
+        raise DataError(f"no prompt has at most data.max_prompt={config.data.max_prompt} tokens")
+    longest = max(len(text.prompt(row)) for part in kept for row in part) + config.rollout.max_new_tokens
+    room = getattr(roles.actor.base.config, "max_position_embeddings", None)
+    if room is not None and longest > room:
+        raise DataError(
+            f"prompt and response take up to {longest} tokens, the actor has {room} positions: lower "
+            "data.max_prompt or rollout.max_new_tokens"
+        )
+    return Task(
+        config, ranks, text, kept[0], kept[1], roles,
+        reward_function or rewards.reward_function(config.reward, config.data.train),
+        rewards.load_plugin(config.data.environment) if config.data.environment else None,
+        load_metric(config.eval.metric), mix.load_sources(config.mix, text), ALGORITHMS[config.train.loss],
+        (lambda: signals.check(ranks)) if ranks.size == 1 else (lambda: None),
+    )  # fmt: skip
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str, str]) -> dict[str, Any]:
+    """From the first evaluation to the report, or from wherever an earlier process was ended; returns the summary.
+
+    Raises Stop (saved, to be resumed), Failed, NoCheckpoint, DiskFull.
+    """
+    config, ranks, roles = task.config, task.ranks, task.roles
+    optimizers = Optimizers(roles.actor.model, roles.critic, config.optim)
+    checkpoints = Checkpoints(folder / "checkpoints", config.save.keep, task.text.tokenizer, ranks, log)
+    sets = {"heldout": task.heldout[: config.eval.prompts], "train": task.train[: config.eval.prompts]}
+
+    progress = checkpoints.restore(optimizers)
+    log.begin("before")
+    if progress is None:
+        before = {name: evaluate(task, rows, name) for name, rows in sets.items()}
+        progress = Progress(kl_coef=config.kl.coef, clip=config.ppo.clip, heldout=curve_point(task, 0))
+        if config.reward.normalize == "start":  # N+10
+            progress.moments = Moments().add(torch.tensor(before["train"].rewards))
+        progress.metrics_bytes = log.size()
+        if ranks.main:
+            write_whole(folder / "before.json", json.dumps({name: _saved(x) for name, x in before.items()}))
+            faults.point("run:before")
+        if not checkpoints.save(progress, roles, optimizers):
+            raise OSError(28, "the first checkpoint could not be written, so nothing could be resumed")
+    else:
+        log.cut(progress.metrics_bytes, progress.update)
+        log.note(f"resumed at update {progress.update}", loud=True)
+    first = json.loads((folder / "before.json").read_text())
+    log.end(_one_line(first["heldout"]["estimates"], config))
+
+    def save(progress: Progress) -> None:
+        asked = ranks.any(signals.caught is not None)
+        done = progress.update == config.train.updates
+        reward = progress.heldout["heldout/reward"]
+        if progress.heldout["heldout/update"] == progress.update and (progress.best is None or reward > progress.best):
+            progress.best = reward
+            if config.save.best:
+                checkpoints.save_best(folder / "best", roles)
+        progress.metrics_bytes = log.size()
+        good = progress.update % config.save.every == 0 and not progress.skips
+        if good or done or asked:
+            checkpoints.save(progress, roles, optimizers)
+        if not done:
+            signals.check(ranks)
+
+    def roll_back(progress: Progress, diverged: Diverged) -> Progress:
+        optimizers.clear()
+        stream = progress.stream + 1
+        if stream > config.guard.max_rollbacks:
+            path = folder / f"diverged_{progress.update + 1:06d}.pt"
+            if ranks.main:
+                torch.save(diverged.batch._asdict(), path)
+            raise Failed(
+                f"update {progress.update + 1} diverged ({diverged}) after {progress.stream} rollbacks; its batch is "
+                f"in {path}"
+            )
+        restored = checkpoints.restore(optimizers, before=progress.update)
+        if restored is None:
+            raise NoCheckpoint(f"{folder / 'checkpoints'} holds no checkpoint to go back to")
+        restored.kl_coef *= config.guard.raise_kl ** (stream - restored.stream)
+        restored.stream = stream
+        restored.skips, restored.seconds = 0, progress.seconds
+        log.cut(restored.metrics_bytes, restored.update)
+        log.note(
+            f"update {progress.update + 1} diverged: {diverged}; back to update {restored.update} with other samples "
+            f"and kl.coef {restored.kl_coef:.3g}",
+            loud=True,
+        )
+        return restored
+
+    log.begin("PPO", config.train.updates)
+    progress = ppo(task, progress, optimizers, log, lambda update: curve_point(task, update), save, roll_back)
+    log.end()
+
+    log.begin("after")
+    after = {name: evaluate(task, rows, name) for name, rows in sets.items()}
+    log.end(_one_line(after["heldout"].estimates, config))
+
+    log.begin("report")
+    with ranks.together("writing the final models"):
+        faults.point("end:final")
+        plain_directory(roles.actor.model, task.text.tokenizer, folder / "final", ranks)
+        plain_directory(roles.critic.classifier, task.text.tokenizer, folder / "final" / "critic", ranks)
+    summary: dict[str, Any] = {}
+    if ranks.main:
+        summary = {
+            "measures": measures(config),
+            "before": {name: first[name]["estimates"] for name in sets},
+            "after": {name: after[name].estimates for name in sets},
+            "prompts": {name: len(rows) for name, rows in sets.items()},
+            "stage_seconds": {view.name: round(view.seconds, 2) for view in log.views[:-1]}
+            | {"PPO": round(progress.seconds, 2), "total": round(log.elapsed(), 2)},
+            "sizes": {"parameters": parameters(roles.actor.model), **facts},
+        }
+        write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+        _write_samples(folder, sets["heldout"], first["heldout"], _saved(after["heldout"]), config.eval.samples)
+        faults.point("end:report")
+        write_report(folder)
+    log.end(str(folder / "report.html"))
+    return summary
+
+
+def curve_point(task: Task, update: int) -> dict[str, float]:
+    result = evaluate(task, task.heldout[: task.config.eval.curve_prompts], "heldout")
+    return result.flat("heldout") | {"heldout/update": update}
+
+
+def _saved(result: Evaluation) -> dict[str, Any]:
+    return result._asdict()
+
+
+def _one_line(estimates: dict[str, Any], config: Config) -> str:
+    labels = measures(config)
+    shown = [f"{labels[name].label} {estimates[name][0]:+.3f}" for name in ("reward", "metric") if name in estimates]
+    return f"held-out: {', '.join(shown)}"
+
+
+def _write_samples(folder: Path, rows: list[Any], before: Any, after: Any, count: int) -> None:
+    """The first `count` held-out prompts, unselected, with one sampled response each."""
+    lines = []
+    for row, old, old_score, new, new_score in list(
+        zip(rows, before["texts"], before["rewards"], after["texts"], after["rewards"], strict=True)
+    )[:count]:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        lines.append(json.dumps({"prompt": prompt, "before": old, "before_reward": old_score, "after": new,
+                                 "after_reward": new_score}))  # fmt: skip
+    write_whole(folder / "samples.jsonl", "\n".join(lines) + "\n")
