@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 import trl_setup
+from draws import FP32, close
 from peft import PromptTuningConfig
 from transformers import (
     CohereConfig,
@@ -26,7 +27,7 @@ from transformers import (
 )
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
-from trl_setup import EOS, PAD, Ours
+from trl_setup import EOS, PAD, Ours, apart
 
 from ppo_kernels import fused_ppo_loss
 from ppo_kernels.integrations import trl as integration
@@ -129,23 +130,13 @@ def compute(trainer, inputs):
     return loss.item(), grads, {f"{m}/{k}": v for m, x in trainer._metrics.items() for k, v in x.items()}
 
 
-def apart(got, want):
-    """The relative distance of all gradients together."""
-    assert got.keys() == want.keys()
-    squares = [
-        sum((a[n].double() - b[n].double()).square().sum() for n in want)
-        for a, b in ((got, want), (want, {n: 0 * x for n, x in want.items()}))
-    ]
-    return math.sqrt(squares[0]) / max(math.sqrt(squares[1]), 1e-30)
-
-
-def assert_same(trainers, inputs, grad_bar=2e-6):
+def assert_same(trainers, inputs):
     (want, want_grads, want_metrics), (got, got_grads, got_metrics) = (compute(x, inputs) for x in trainers)
-    assert got == pytest.approx(want, rel=2e-6, abs=1e-7)
-    assert apart(got_grads, want_grads) <= grad_bar
+    close(got, want, what="loss")
+    assert apart(got_grads, want_grads) <= FP32
     assert got_metrics.keys() == want_metrics.keys()
     for name, values in want_metrics.items():
-        assert got_metrics[name] == pytest.approx(values, rel=2e-6, abs=1e-6, nan_ok=True), name
+        close(got_metrics[name], values, what=name)
     return got
 
 
@@ -269,7 +260,7 @@ def test_log_probs_of_the_rollout_are_those_of_the_loss(pair):
     assert metrics["train/clip_ratio/region_mean"] == [0.0]
     parts = ours._get_per_token_logps_and_entropies(ours.model, ids, masks, T, batch_size=2)
     assert parts[1] is None
-    torch.testing.assert_close(parts[0], whole[0], rtol=0, atol=2e-6)  # the model's own products depend on the batch
+    torch.testing.assert_close(parts[0], whole[0], rtol=0, atol=FP32)  # the model's own products depend on the batch
     assert torch.equal(parts[0] == 0, masks[:, P:] == 0)
 
 
@@ -365,14 +356,18 @@ def test_bf16_is_no_further_from_fp32_than_stock(loss_type, how, fresh_pair, pro
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(trl_setup.config(len(processing_class))).bfloat16()
     (exact,) = fresh_pair(copy.deepcopy(model).float(), classes=(GRPOTrainer,), loss_type=loss_type)
-    inputs = draw(exact)
     options = {"bf16": how == "autocast", "cast_lm_head_to_fp32": how == "head_in_fp32", "loss_type": loss_type}
     trainers = fresh_pair(model.float() if how == "autocast" else model, **options)
-    options_on([exact, *trainers], inputs, "beta")
-    want, want_grads, _ = compute(exact, inputs)
-    (stock, stock_grads, _), (ours, ours_grads, _) = (compute(x, inputs) for x in trainers)
-    assert apart(ours_grads, want_grads) <= 1.02 * apart(stock_grads, want_grads)
-    assert abs(ours - want) <= abs(stock - want) + 1e-5
+    squares = [0.0, 0.0]
+    for seed in range(10):  # one draw alone favours one of them by up to a fifth
+        inputs = draw(exact, seed)
+        options_on([exact, *trainers], inputs, "beta")
+        want, want_grads, _ = compute(exact, inputs)
+        (stock, stock_grads, _), (ours, ours_grads, _) = (compute(x, inputs) for x in trainers)
+        assert abs(ours - want) <= abs(stock - want) + 1e-5
+        for i, grads in enumerate((stock_grads, ours_grads)):
+            squares[i] += apart(grads, want_grads) ** 2
+    assert math.sqrt(squares[1]) <= 1.1 * math.sqrt(squares[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,6 +409,6 @@ def test_an_overflowing_ratio_that_is_clipped_has_gradient_zero(pair):
     inputs["old_per_token_logps"] = inputs["old_per_token_logps"] - 100
     want, want_grads, _ = compute(stock, inputs)
     got, grads, _ = compute(ours, inputs)
-    assert got == pytest.approx(want, rel=1e-6)
+    close(got, want)
     assert all(not x.any() for x in grads.values())
     assert any(x.isnan().any() for x in want_grads.values())

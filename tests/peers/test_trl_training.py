@@ -7,7 +7,7 @@ import torch
 import trl_setup
 from peft import LoraConfig
 from trl import GRPOTrainer
-from trl_setup import Ours
+from trl_setup import Ours, apart
 
 from ppo_kernels import fused_ppo_loss
 from ppo_kernels.integrations import trl as integration
@@ -34,24 +34,29 @@ def model_path(tmp_path_factory, processing_class):
 
 
 def run(cls, model_path, processing_class, tmp_path, **options):
+    """A trainer after training; `moved` is how far each weight went."""
     trainer = trl_setup.make(cls, model_path, processing_class, tmp_path, **options)
+    before = weights(trainer)
     trainer.train()
+    trainer.moved = {name: x - before[name] for name, x in weights(trainer).items()}
     return trainer
 
 
-def assert_same_training(stock, ours, rel=1e-5):
+def weights(trainer):
+    return {name: x.clone() for name, x in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
+
+
+def assert_same_training(stock, ours):
+    """To 1e-4, for rounding grows from step to step: ten times what was measured, and 1% in any coefficient is more."""
     assert len(stock.state.log_history) == len(ours.state.log_history)
     for step, (want, got) in enumerate(zip(stock.state.log_history, ours.state.log_history, strict=True)):
         assert want.keys() == got.keys()
         for name in want:
             if any(part in name for part in LOGGED_OF_TIME):
                 continue
-            expected = None if want[name] is None else pytest.approx(want[name], rel=rel, abs=1e-6)
+            expected = None if want[name] is None else pytest.approx(want[name], rel=1e-4, abs=2e-5)
             assert got[name] == expected, f"{name} at step {step}"
-    want, got = (x.accelerator.unwrap_model(x.model).state_dict() for x in (stock, ours))
-    for name, weight in want.items():  # Adam makes a step of an element whose gradient is nothing but rounding
-        torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-        assert (got[name] - weight).square().mean().sqrt() <= 1e-6, name
+    assert apart(ours.moved, stock.moved) <= 1e-4
 
 
 def test_ratios_leave_one_and_lengths_vary_in_the_trainings_compared(model_path, processing_class, tmp_path):
@@ -59,7 +64,7 @@ def test_ratios_leave_one_and_lengths_vary_in_the_trainings_compared(model_path,
     history = trainer.state.log_history
     assert max(x.get("clip_ratio/region_mean", 0) for x in history) > 0.1
     assert history[0]["completions/min_length"] < history[0]["completions/max_length"]
-    assert history[0]["kl"] == 0  # policy and reference are the same weights: the same bits
+    assert history[0]["kl"] < 1e-9  # policy and reference are the same weights, in batches of another size
 
 
 def test_dapo_with_a_reference_model(model_path, processing_class, tmp_path):
@@ -71,6 +76,7 @@ def test_dapo_with_a_reference_model(model_path, processing_class, tmp_path):
 def test_loss_type(loss_type, model_path, processing_class, tmp_path):
     options = {"loss_type": loss_type, "max_steps": 4}
     options |= {"importance_sampling_level": "sequence"} if loss_type in ("luspo", "grpo") else {}
+    options |= {"learning_rate": 0.002} if loss_type == "luspo" else {}  # it multiplies by the length
     options |= {"epsilon_high": 2.0} if loss_type == "cispo" else {"epsilon_high": 0.28}
     assert_same_training(*(run(cls, model_path, processing_class, tmp_path, **options) for cls in (GRPOTrainer, Ours)))
 
@@ -103,7 +109,7 @@ def test_mixed_precision_sees_the_logits_before_their_upcast(model_path, process
         return fused_ppo_loss(logits, *args, **kwargs)
 
     monkeypatch.setattr(integration, "fused_ppo_loss", watch)
-    options = {"max_steps": 1, "num_iterations": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    options = {"max_steps": 1, "num_iterations": 1}
     stock, ours = (run(c, model_path, processing_class, tmp_path, bf16=True, **options) for c in (GRPOTrainer, Ours))
     assert dtypes == [torch.bfloat16, torch.bfloat16]
     for name, bar in {"reward": 0.0, "loss": 1e-4, "entropy": 1e-4}.items():
@@ -111,9 +117,4 @@ def test_mixed_precision_sees_the_logits_before_their_upcast(model_path, process
         assert got == pytest.approx(
             want, rel=bar, abs=0.01 * bar
         )  # the loss of whitened advantages is 0 but for rounding
-    want, got = (x.accelerator.unwrap_model(x.model).state_dict() for x in (stock, ours))
-    start = trl_setup.Qwen2ForCausalLM.from_pretrained(model_path).state_dict()
-    moved, apart = (
-        torch.stack([(a[name] - b[name]).norm() for name in start]).norm() for a, b in ((want, start), (want, got))
-    )
-    assert apart <= 0.01 * moved
+    assert apart(ours.moved, stock.moved) <= 0.08  # twenty units in the last place of bf16

@@ -11,7 +11,7 @@ import draws
 import pytest
 import torch
 import verl.utils.torch_functional as verl_F
-from draws import INF, NAN, close, close_grads, draw
+from draws import FP32, INF, NAN, close, close_grads, draw
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -27,7 +27,7 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-toke
 # What the engine sets; the counts need not be those of this micro-batch.
 GLOBAL = {"dp_size": 4, "batch_num_tokens": 123, "global_batch_size": 17, "loss_scale_factor": None}
 LOCAL = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None, "loss_scale_factor": 50}
-BAR = {torch.float32: 1e-6, torch.float64: 1e-8}  # verl adds 1e-8 to some denominators
+BAR = {torch.float32: FP32, torch.float64: 1e-7}  # verl adds 1e-8 to some denominators
 
 
 def actor_config(info, **options):
@@ -40,14 +40,14 @@ def registered(mode):
     return core_algos.get_policy_loss_fn("ppo_kernels" if mode == "vanilla" else f"ppo_kernels_{mode}")
 
 
-def compare_policy_loss(mode, d, mask, config, aggregation, weights=None, rel=1e-6):
+def compare_policy_loss(mode, d, mask, config, aggregation, weights=None, rel=FP32):
     arguments = (d.old, d.logprobs, d.advantages, mask, aggregation, config, weights)
     want, want_metrics = core_algos.get_policy_loss_fn(mode)(*arguments)
     got, metrics = registered(mode)(*arguments)
     close_grads(got, want, d.logprobs, rel)
     assert list(metrics) == list(want_metrics)
     for name, value in want_metrics.items():
-        close(metrics[name], torch.tensor(value), 1e-6, name)
+        close(metrics[name], torch.tensor(value), FP32, name)
 
 
 @pytest.mark.parametrize("info", [{}, LOCAL, GLOBAL], ids=["no_info", "local", "global"])
@@ -139,9 +139,7 @@ def test_the_engines_whole_actor_loss_and_fused_ppo_loss_agree(aggregation):
 
     (want, _), (got, metrics) = engine("vanilla"), engine("ppo_kernels")
     close_grads(got, want, logits)
-    assert metrics["actor/pg_loss"].aggregate() == pytest.approx(
-        float(engine("vanilla")[1]["actor/pg_loss"].aggregate())
-    )
+    close(metrics["actor/pg_loss"].aggregate(), engine("vanilla")[1]["actor/pg_loss"].aggregate())
     config = PPOLossConfig.verl(
         aggregation=aggregation, agg_max_len=mask.shape[1], entropy_coef=0.1, kl_coef=0.3, kl_estimator="k3"
     )
@@ -214,7 +212,7 @@ def test_value_loss_and_clip_fraction(aggregation, info, clip):
         want, want_fraction = core_algos.compute_value_loss(*arguments, **info)
         got, fraction = ours.compute_value_loss(*arguments, **info)
         close_grads(got, want, d.values, BAR[dtype])
-        close(fraction, want_fraction, 1e-6)
+        close(fraction, want_fraction)
 
 
 # -- advantages
@@ -223,7 +221,7 @@ def test_value_loss_and_clip_fraction(aggregation, info, clip):
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.97, 0.9)])
 @pytest.mark.parametrize("kind", ["all", "lengths_int", "holes"])
 def test_gae_skips_the_tokens_that_are_not_the_policys(kind, gamma, lam):
-    for dtype, rel in ((torch.float32, 1e-6), (torch.float64, 2e-9)):
+    for dtype, rel in ((torch.float32, FP32), (torch.float64, 2e-8)):
         d, mask = draw(dtype), draws.mask(kind)
         rewards, values = d.returns * mask, d.old_values
         theirs = mask.to(dtype)  # of an integer mask verl makes a Bessel correction in fp32
@@ -238,7 +236,7 @@ def test_gae_skips_the_tokens_that_are_not_the_policys(kind, gamma, lam):
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_masked_whiten(shift_mean):
-    for dtype, rel in ((torch.float32, 1e-6), (torch.float64, 1e-9)):
+    for dtype, rel in ((torch.float32, FP32), (torch.float64, 1e-8)):
         x, mask = 3 + torch.randn(draws.BATCH, draws.LENGTH, dtype=dtype), draws.mask("holes")
         want = verl_F.masked_whiten(x, mask.to(dtype), shift_mean)
         close(masked_whiten(x, mask, shift_mean=shift_mean, unbiased=True)[mask], want[mask], rel)
@@ -284,8 +282,8 @@ def test_rollout_weights_and_the_loss_they_give(level, spread, threshold, normal
     if normalize:  # over the batch of all ranks, so verl's weights are given: rollout_is_weights
         out = ppo_loss(d.logprobs, d.old, d.advantages, mask, config=config, rollout_is_weights=weights)
     else:
-        close(got, weights * mask, 3e-9)  # verl's smallest weight is exp(-20)
-    close_grads(out.loss, want_loss, d.logprobs, 1e-9)
+        close(got, weights * mask, 2e-8)  # verl's smallest weight is exp(-20)
+    close_grads(out.loss, want_loss, d.logprobs, 1e-8)
 
 
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum"])
@@ -342,14 +340,14 @@ def test_logprobs_and_entropy_from_logits(dtype):
     exact = logits.detach().double().requires_grad_()
     want, want_entropy = verl_F.logprobs_from_logits(exact, tokens), verl_F.entropy_from_logits(exact)
     got, entropy = ours.logprobs_from_logits(logits, tokens), ours.entropy_from_logits(logits)
-    rel = 1e-12 if dtype == torch.float64 else 1e-6
+    rel = 1e-12 if dtype == torch.float64 else FP32
     close(got, want, rel)
     close(entropy, want_entropy, rel)
     assert got.dtype == entropy.dtype == torch.promote_types(dtype, torch.float32)
     upstream = torch.randn(2, *tokens.shape, dtype=torch.float64)
     grad_want = torch.autograd.grad((want, want_entropy), exact, tuple(upstream))[0]
     grad = torch.autograd.grad((got, entropy), logits, tuple(upstream.to(got.dtype)))[0]
-    close(grad, grad_want, 1e-12 if dtype == torch.float64 else 2 * torch.finfo(dtype).eps)
+    close(grad, grad_want, rel if dtype in (torch.float64, torch.float32) else 2 * torch.finfo(dtype).eps)
 
 
 def test_bf16_logprobs_are_bf16_in_verl_and_fp32_here():
@@ -358,7 +356,7 @@ def test_bf16_logprobs_are_bf16_in_verl_and_fp32_here():
     theirs = verl_F.logprobs_from_logits(logits, tokens)
     assert theirs.dtype == torch.bfloat16
     assert (theirs - exact).abs().max() > 1e-2
-    close(ours.logprobs_from_logits(logits, tokens), exact, 5e-7)
+    close(ours.logprobs_from_logits(logits, tokens), exact)
 
 
 def test_a_banned_token_makes_verls_entropy_nan_and_not_ours():
@@ -374,8 +372,8 @@ def test_logits_far_from_0_cost_verl_digits_and_ours_none():
     token = torch.tensor([1])
     exact = torch.log_softmax(torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64), -1)
     assert (verl_F.logprobs_from_logits(logits, token) - exact[1]).abs() > 1e-4
-    close(ours.logprobs_from_logits(logits, token), exact[1:2], 1e-7)
-    close(ours.entropy_from_logits(logits), -(exact.exp() * exact).sum(-1, keepdim=True), 2e-7)
+    close(ours.logprobs_from_logits(logits, token), exact[1:2], 2e-6)
+    close(ours.entropy_from_logits(logits), -(exact.exp() * exact).sum(-1, keepdim=True), 2e-6)
 
 
 def test_inplace_backward_when_asked_gives_the_logits_memory_to_their_gradient():
