@@ -1,7 +1,8 @@
 """The mathematics of PPO as five functions: from hidden states (`linear`), from logits (`logits`), or in plain PyTorch
 from `eager.py` (`reference`).
 
-Shapes: ids and attention are [B, P + T], everything else is [B, T] with a bool mask, or [B].
+Shapes: ids and attention are [B, P + T], everything else is [B, T] with a bool mask, or [B]. One temperature divides
+the logits of the rollout, the reference and the loss (N+5).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     checkpoints/step_000100/
         state/           weights that train and both optimizers, torch.distributed.checkpoint (every rank its shards)
-        progress.json    everything else: counters, KL coefficient, reward moments, how long metrics.jsonl was
+        progress.json    everything else: counters, KL coefficient, reward moments
         actor/           a plain transformers directory
         manifest.json    size and sha256 of every file; written last, so that a folder without it is no checkpoint
 
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -23,17 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from ppo_kernels.trainer import faults
+from ppo_kernels.trainer.disk import is_io, sha256, sync
 from ppo_kernels.trainer.log import Log
 from ppo_kernels.trainer.models import Roles, plain_directory
-from ppo_kernels.trainer.ranks import RankError, Ranks
+from ppo_kernels.trainer.ranks import Ranks, reshard
 from ppo_kernels.trainer.rewards import Moments
 from ppo_kernels.trainer.update import Optimizers
+
+FINISHED = re.compile(r"step_\d{6,}")
+UNFINISHED = re.compile(r"tmp-(old-)?step_\d{6,}")
 
 
 class NoCheckpoint(Exception):
@@ -41,7 +43,7 @@ class NoCheckpoint(Exception):
 
 
 class DiskFull(Exception):
-    """Three saves in a row failed."""
+    """What was to be saved could not be."""
 
 
 @dataclasses.dataclass
@@ -57,7 +59,7 @@ class Progress:
     heldout: dict[str, float] = dataclasses.field(default_factory=dict)  # the last evaluation's
     best: float | None = None  # held-out reward
     seconds: float = 0.0  # of all processes that worked on this run
-    metrics_bytes: int = 0
+    due: bool = True  # saved because save.every said so, not a signal: a rollback may go there
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -88,7 +90,7 @@ class Checkpoints:
                 if self.ranks.main:
                     self._publish(name)
         except Exception as error:
-            if not _is_io(error):
+            if not is_io(error):
                 raise
             if self.ranks.main:
                 shutil.rmtree(self.folder / f"tmp-{name}", ignore_errors=True)
@@ -98,13 +100,14 @@ class Checkpoints:
                 raise DiskFull(f"three checkpoints in a row could not be written: {error}") from error
             return False
         self.failures = 0
+        if self.ranks.main:
+            self._tidy(name)
         return True
 
     def _begin(self, name: str) -> None:
         faults.point("save:begin")
         self.folder.mkdir(exist_ok=True)
-        for stale in self.folder.glob("tmp-*"):
-            shutil.rmtree(stale)
+        self._clear()
         free = shutil.disk_usage(self.folder).free
         if free < 1.2 * self.size:
             raise OSError(28, f"{free >> 20} MiB free, a checkpoint takes {self.size >> 20}")
@@ -116,8 +119,8 @@ class Checkpoints:
             try:
                 with quiet():
                     save_tensors(tensors(optimizers), checkpoint_id=place / "state", no_dist=self.ranks.size == 1)
-            except CheckpointException as error:  # no Exception, and it hides what happened in a dictionary
-                raise OSError(str(error)) from None
+            except CheckpointException as error:
+                raise OSError(reason(error)) from None
             faults.point("save:state")
         with self.ranks.together("saving"):
             plain_directory(roles.actor.model, self.tokenizer, place / "actor", self.ranks)
@@ -137,27 +140,48 @@ class Checkpoints:
             sync(path)
         faults.point("save:rename")
         target = self.folder / name
-        if target.exists():  # left behind by a rollback, or found broken by a resume
+        if target.exists():  # found broken by a resume
             target.rename(self.folder / f"tmp-old-{name}")
         place.rename(target)
         sync(self.folder)
         faults.point("save:renamed")
-        for old in sorted(self.folder.glob("step_*"))[: -self.keep]:
+
+    def _tidy(self, name: str) -> None:
+        """Keeps `name`, and the last self.keep to which a rollback may go; what is newer than `name` is broken, and
+        will be replaced."""
+        older = [place for place in newest_first(self.folder) if update_of(place) <= update_of(self.folder / name)]
+        kept = [place for place in older if is_due(place)][: self.keep]
+        for place in older[1:]:
+            if place not in kept:
+                self._remove(place)
+        self._clear()
+
+    def _clear(self) -> None:
+        for place in self.folder.glob("tmp-*"):
+            if UNFINISHED.fullmatch(place.name):
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _remove(self, place: Path) -> None:
+        """Renamed first: a folder with its name is whole."""
+        away = place.with_name(f"tmp-old-{place.name}")
+        with contextlib.suppress(OSError):
+            shutil.rmtree(away, ignore_errors=True)
+            place.rename(away)
             faults.point("save:prune")
-            shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(self.folder / f"tmp-old-{name}", ignore_errors=True)
+            shutil.rmtree(away, ignore_errors=True)
 
     # ---- restore ----------------------------------------------------------------------------------------------------
 
-    def restore(self, optimizers: Optimizers, before: int | None = None) -> Progress | None:
-        """Loads the newest checkpoint that verifies (of an update up to `before`); None if none was ever written.
+    def restore(self, optimizers: Optimizers, rollback_from: int | None = None) -> Progress | None:
+        """Loads the newest checkpoint that verifies; None if none was ever written. With `rollback_from`, an update,
+        the newest before it that was due; later ones are removed, for the run takes another way from there.
 
-        Raises NoCheckpoint if there are some and none verifies. Newer ones that do not are named in a warning.
+        Raises NoCheckpoint if there are some and none can be used. Newer ones that cannot are named in a warning.
         """
         found: list[tuple[str, str]] = []
         if self.ranks.main:
-            for place in sorted(self.folder.glob("step_*"), reverse=True):
-                if before is not None and int(place.name[5:]) > before:
+            for place in newest_first(self.folder):
+                if rollback_from is not None and (update_of(place) > rollback_from or not is_due(place)):
                     continue
                 problem = verify(place)
                 found.append((place.name, problem))
@@ -171,13 +195,21 @@ class Checkpoints:
                 raise NoCheckpoint(f"none of the {len(found)} checkpoints in {self.folder} can be used: {found[0][1]}")
             return None
         place = self.folder / good
-        with quiet():
-            load_tensors(tensors(optimizers), checkpoint_id=place / "state", no_dist=self.ranks.size == 1)
+        try:
+            with quiet():
+                load_tensors(tensors(optimizers), checkpoint_id=place / "state", no_dist=self.ranks.size == 1)
+        except CheckpointException as error:
+            raise NoCheckpoint(f"{place} is whole, but is not of these models: {reason(error)}") from None
+        if self.ranks.main:
+            for later in newest_first(self.folder) if rollback_from is not None else []:
+                if update_of(later) > update_of(place):
+                    self._remove(later)
+            self._tidy(good)
         return Progress.from_json((place / "progress.json").read_text())
 
     # ---- best -------------------------------------------------------------------------------------------------------
 
-    def save_best(self, target: Path, roles: Roles) -> None:
+    def save_best(self, target: Path, roles: Roles) -> bool:
         """The actor as a plain directory at `target`, replaced as a whole."""
         place, old = target.with_name("tmp-best"), target.with_name("tmp-old-best")
         try:
@@ -192,16 +224,42 @@ class Checkpoints:
                     place.rename(target)
                     shutil.rmtree(old, ignore_errors=True)
         except Exception as error:
-            if not _is_io(error):
+            if not is_io(error):
                 raise
+            if self.ranks.main and old.exists() and not target.exists():
+                old.rename(target)
             self.log.note(f"the best actor could not be written ({error})", loud=True)
+            return False
+        return True
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints; anything else in their folder is the user's."""
+    return sorted((place for place in folder.glob("step_*") if FINISHED.fullmatch(place.name)), key=update_of)[::-1]
+
+
+def update_of(place: Path) -> int:
+    return int(place.name.removeprefix("step_"))
+
+
+def is_due(place: Path) -> bool:
+    try:
+        return Progress.from_json((place / "progress.json").read_text()).due
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def reason(error: CheckpointException) -> str:
+    """It is no Exception, and hides what happened in a dictionary."""
+    return "; ".join(" ".join(str(cause).split()) for cause, _ in error.failures.values())
 
 
 def tensors(optimizers: Optimizers) -> dict[str, torch.Tensor]:
     """What trains, and the optimizers' moments: the very tensors, so that loading into them is loading the run."""
     found: dict[str, torch.Tensor] = {}
+    reshard(*optimizers.models.values())  # or the parameters found here would be those of the last forward
     for role, model in optimizers.models.items():
-        state = optimizers.optimizers[role].state
+        state = dict(optimizers.optimizers[role].state)  # a plain one: a parameter it does not know is an error
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 found[f"{role}.{name}"] = parameter.detach()
@@ -233,29 +291,3 @@ def verify(place: Path) -> str:
         return "manifest.json is missing"
     except (ValueError, TypeError, AttributeError, OSError) as error:
         return f"manifest.json cannot be read: {error}"
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """To the disk, not to its cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_io(error: BaseException | None) -> bool:
-    """A disk's error, as it is, as the reason of another, or told by another rank."""
-    while error is not None:
-        if isinstance(error, OSError | RankError | SafetensorError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

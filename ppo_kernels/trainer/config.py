@@ -31,7 +31,7 @@ class DataConfig(Section):
     heldout: str | None = None  # a .jsonl file; null: rows split off from `train`, never trained on
     heldout_rows: int = Field(256, ge=2)  # how many are split off
     prompt_key: str = "prompt"
-    max_prompt: int = Field(512, ge=1)  # tokens; longer prompts are left out, and counted
+    max_prompt: int = Field(512, ge=1)  # tokens; longer prompts are left out, and counted (N+23)
     chat_template: Literal["auto", "none"] = "auto"  # auto: for prompts that are messages, if the tokenizer has one
     environment: str | None = None  # file.py:name, called with a row: answers the model (docs/trainer.md)
     max_turns: int = Field(4, ge=1)
@@ -66,10 +66,10 @@ class PPOConfig(Section):
     clip: float = Field(0.2, gt=0)
     clip_target_kl: float | None = Field(None, gt=0)  # nats per token: the clip range follows the measured KL
     clip_bounds: tuple[float, float] = (0.05, 0.4)
-    value_clip: float | None = Field(0.2, gt=0)
+    value_clip: float | None = Field(0.2, gt=0)  # N+19
     vf_coef: float = Field(0.5, gt=0)
     entropy_coef: float = 0.0
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, gt=0, le=1)  # N+16
     lam: float = Field(0.95, ge=0, le=1)
     whiten_advantages: bool = True
     whiten_rewards: bool = False  # to unit variance, the mean kept (N+18)
@@ -77,9 +77,9 @@ class PPOConfig(Section):
 
 
 class KLConfig(Section):
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # of the penalty, and of what is logged and adapted to (N+15)
     coef: float = Field(0.04, ge=0)  # nats of divergence from the reference cost this much reward
-    target: float | None = Field(None, gt=0)  # nats per sequence; set it for the adaptive controller
+    target: float | None = Field(None, gt=0)  # nats per sequence; set it for the adaptive controller (N+20)
     horizon: int = Field(10_000, ge=1)
 
 
@@ -230,6 +230,12 @@ class Config(Section):
     def _lora_is_not_sharded(self) -> Config:
         if self.model.lora_rank and self.train.parallel == "fsdp":
             raise ValueError("model.lora_rank needs train.parallel=ddp: an adapter has little to shard")
+        return self
+
+    @model_validator(mode="after")
+    def _a_coefficient_can_be_adapted(self) -> Config:
+        if self.kl.target is not None and self.kl.coef == 0:
+            raise ValueError(f"kl.target={self.kl.target:g} adapts kl.coef by factors: it must start above 0")
         return self
 
     @model_validator(mode="after")

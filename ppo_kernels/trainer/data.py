@@ -6,6 +6,7 @@ question", "second", ...]}, whose later turns are asked whatever the model answe
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,10 @@ def load_rows(config: DataConfig, prompt_words: int = 3) -> Rows:
     elif config.train == "arithmetic":
         from ppo_kernels.trainer import arithmetic
 
-        train, heldout = arithmetic.split(config.seed, 4 * config.heldout_rows, config.heldout_rows)
+        try:
+            train, heldout = arithmetic.split(config.seed, 1000, config.heldout_rows)
+        except ValueError as error:
+            raise DataError(f"data.heldout_rows={config.heldout_rows}: {error}") from error
     else:
         train = read_rows(Path(config.train), config.prompt_key)
         if config.heldout is not None:
@@ -49,7 +53,10 @@ def load_rows(config: DataConfig, prompt_words: int = 3) -> Rows:
             heldout = [train[i] for i in order[: config.heldout_rows]]
             train = [train[i] for i in order[config.heldout_rows :]]
     known = {prompt_of(row) for row in heldout}  # training gives way: the report is about the held-out ones
-    train = [row for row in train if prompt_of(row) not in known][: config.limit]
+    unknown = [row for row in train if prompt_of(row) not in known]
+    if train and not unknown:
+        raise DataError(f"data.train={config.train}: every training prompt is also a held-out one; make them differ")
+    train = unknown[: config.limit]
     if not train or not heldout:
         raise DataError(
             f"data.train={config.train}: {len(train)} training and {len(heldout)} held-out rows; "
@@ -62,7 +69,7 @@ def read_rows(path: Path, prompt_key: str = "prompt") -> list[Row]:
     """The rows of a .jsonl file, their prompt under "prompt"; raises DataError naming the line."""
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would cut at U+2028, inside a text
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -141,7 +148,7 @@ class Text:
     def prompt(self, row: Row) -> list[int]:
         """The ids of a row's prompt, ready to be answered."""
         prompt = row["prompt"]
-        if isinstance(prompt, list) and self.templated:
+        if self._templates(row):
             text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             return self.ids(text)
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
@@ -150,18 +157,26 @@ class Text:
             ids.pop()
         return ids or [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.eos[0]]
 
-    def reply(self, text: str, ended: bool) -> list[int]:
+    def reply(self, text: str, row: Row, ended: bool) -> list[int]:
         """The ids between two answers of the model: the end of its turn, unless it wrote that itself, and `text`.
 
         What the model wrote is never tokenized again: its own tokens carry the loss.
         """
-        if not self.templated:
+        if not self._templates(row):
             return self.ids(text)
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         messages.append({"role": "user", "content": text})
         whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = self.ids(whole.partition(MARK)[2])
-        return ids[1:] if ended and ids and ids[0] in self.eos else ids
+        _, found, rest = whole.partition(MARK)
+        if not found:
+            raise DataError("the chat template leaves out what an assistant said: it cannot hold a conversation")
+        ids = self.ids(rest)
+        before = list(itertools.takewhile(lambda token: token not in self.eos, ids))
+        closed = ended and len(before) < len(ids) and not self.tokenizer.decode(before).strip()
+        return ids[len(before) + 1 :] if closed else ids
+
+    def _templates(self, row: Row) -> bool:
+        return self.templated and isinstance(row["prompt"], list)
 
     def decode(self, ids: torch.Tensor | list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Before, during and after: sample answers to fixed prompts and measure them, with intervals."""
+"""Before, during and after: sample answers to fixed held-out prompts and measure them, with intervals (N+25)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def load_metric(spec: str | None) -> Callable[[list[dict[str, Any]]], list[float
 def bootstrap(values: NDArray[np.float64], resamples: int = 2000, seed: int = 0) -> Estimate:
     """Percentile bootstrap of the mean over rows, resampled with replacement."""
     rng = np.random.default_rng(seed)
-    means = np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
+    means = values[rng.integers(0, len(values), (resamples, len(values)))].mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
     return Estimate(float(values.mean()), float(low), float(high))
 
@@ -87,6 +87,8 @@ def evaluate(task: Task, rows: list[Row], name: str) -> Evaluation:
     """One sampled response per row, at the training temperature, from random streams of its own: the same every time
     for a row of this set, whatever was trained between."""
     config, ranks = task.config, task.ranks
+    count = len(rows)
+    rows = rows + rows[-1:] * (-count % ranks.size)  # every rank as many; what is too much is dropped below
     keys: list[tuple[int | str, ...]] = [("evaluate", name, i) for i in range(len(rows))]
     mine = list(ranks.share(rows))
     task.roles.train(False)
@@ -111,6 +113,6 @@ def evaluate(task: Task, rows: list[Row], name: str) -> Evaluation:
         "length": length.double().tolist(),
         "eos": trajectory.has_eos.double().tolist(),
     }
-    columns = {name: ranks.gather(column) for name, column in columns.items()}
+    columns = {name: ranks.gather(column)[:count] for name, column in columns.items()}
     estimates = {name: bootstrap(np.asarray(column)) for name, column in columns.items()}
-    return Evaluation(estimates, ranks.gather(texts), columns["reward"])
+    return Evaluation(estimates, ranks.gather(texts)[:count], columns["reward"])

@@ -8,9 +8,9 @@ import os
 import signal
 
 POINTS = (
-    "run:folder", "run:before", "update:sampled", "update:trained", "update:logged", "log:metrics",
+    "run:folder", "run:before", "update:sampled", "update:trained", "log:metrics", "update:logged", "best:swap",
     "save:begin", "save:state", "save:actor", "save:manifest", "save:rename", "save:renamed", "save:prune",
-    "best:swap", "end:final", "end:report",
+    "end:final", "end:report",
 )  # fmt: skip
 _seen: dict[str, int] = {}
 

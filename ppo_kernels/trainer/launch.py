@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from ppo_kernels.trainer import preflight
 from ppo_kernels.trainer.checkpoint import DiskFull, NoCheckpoint
 from ppo_kernels.trainer.config import Config
 from ppo_kernels.trainer.demo import show
+from ppo_kernels.trainer.disk import no_room
 from ppo_kernels.trainer.fetch import DataError
+from ppo_kernels.trainer.folder import begin, new_folder, obstacles
 from ppo_kernels.trainer.plan import check_run
 from ppo_kernels.trainer.ranks import RankError, Ranks, start
 from ppo_kernels.trainer.rewards import PluginError, RewardFunction
-from ppo_kernels.trainer.run import Failed, begin, check_resumable, execute, new_folder
+from ppo_kernels.trainer.run import Failed, execute
 from ppo_kernels.trainer.stop import Stop
 
 
@@ -25,22 +28,25 @@ def launch(
 ) -> tuple[int, list[str]]:
     """Runs or, with the `folder` of an earlier run, goes on; returns the exit code (see ppo-train --help) and what to
     say about it. `check`: one update on a plan that is shown, nothing saved."""
+    joined = dist.is_initialized()
+    found: Path | str = folder or Path(config.out) / config.name
     ranks = start(config.train.device, config.train.threads)
     try:
+        given, config = config, with_directories(config, ranks)
         problems = ranks.gather(preflight.problems(config, ranks.size, reward_function) if ranks.main else [])
+        problems += ranks.gather(obstacles(given, folder) if ranks.main and folder is not None else [])
         if problems:
             return 2, problems if ranks.main else []
         if check:
             check_run(config, ranks, reward_function)
             return 0, []
-        found = _folder(config, folder, ranks)
+        found = _folder(given, folder, ranks)
         if isinstance(found, str):
             return 2, [found] if ranks.main else []
-        if folder is not None and ranks.main:
-            check_resumable(found)
-        summary = execute(config, found, ranks, reward_function)
+        summary = execute(config, found, ranks, reward_function, None if folder is None else given)
         if ranks.main:
-            show(summary, found)
+            with contextlib.suppress(OSError):  # the run is complete, whoever reads this
+                show(summary, found)
         return 0, []
     except Stop as stop:
         return 75, [f"asked to end ({stop}): saved, go on with ppo-train --resume {found}"] if ranks.main else []
@@ -54,16 +60,31 @@ def launch(
         return 3, [str(error)] if ranks.main else []
     except NoCheckpoint as error:
         return 4, [str(error)]
-    except (DiskFull, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (28, 27, 122):  # no space, file too large, quota
-            raise
-        return 5, [str(error)] if ranks.main else []
     except RankError as error:
         return 1, [str(error)]
+    except Exception as error:
+        if not isinstance(error, DiskFull) and not no_room(error):
+            raise
+        begun = (Path(found) / "config.yaml").exists()
+        then = f"go on with ppo-train --resume {found}" if begun else "begin again"
+        return 5, [f"{error}; make room, then {then}"] if ranks.main else []
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not joined:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+
+
+def with_directories(config: Config, ranks: Ranks) -> Config:
+    """model.actor=smollm2-135m names a model that is fetched and converted once. Raises DataError."""
+    if config.model.actor != "smollm2-135m":
+        return config
+    from ppo_kernels.trainer.smollm import smollm_directory
+
+    with ranks.together("fetching the model"):
+        if ranks.main:
+            smollm_directory()
+    model = config.model.model_copy(update={"actor": str(smollm_directory())})
+    return config.model_copy(update={"model": model})
 
 
 def _folder(config: Config, folder: Path | None, ranks: Ranks) -> Path | str:
@@ -73,10 +94,16 @@ def _folder(config: Config, folder: Path | None, ranks: Ranks) -> Path | str:
         try:
             place = folder or new_folder(Path(config.out), config.name, numbered=config.demo is not None)
             if folder is None:
-                begin(config, place)
+                try:
+                    begin(config, place)
+                except OSError:  # or it would be in the way, and could not be resumed
+                    shutil.rmtree(place, ignore_errors=True)
+                    raise
             found = [place]
         except FileExistsError as error:
             updates = Path(str(error)) / "metrics.jsonl"
             made = updates.read_bytes().count(b'"stage": "ppo"') if updates.exists() else 0
             found = [f"{error} has {made} updates; use --resume {error}, or name=..."]
+            if not (Path(str(error)) / "config.yaml").exists():  # not a run, or killed while it began
+                found = [f"{error} is there, but not a run: config.yaml is missing; remove it, or use name=..."]
     return ranks.gather(found)[0]  # type: ignore[no-any-return]

@@ -1,17 +1,20 @@
 """Where the numbers go: metrics.jsonl (the truth), TensorBoard, events.log, and the screen or plain lines.
 
-A disk that is full does not stop a run here: the first row that cannot be written is reported, loudly.
+A disk that is full does not stop a run here: it is told on stderr, and what could not be written is kept and written
+once there is room again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 
@@ -28,6 +31,52 @@ class Stage(NamedTuple):
         return self.name.lower().replace(" ", "_")
 
 
+class Sink:
+    """A file that only grows. What cannot be written is kept, and goes out before whatever comes next."""
+
+    def __init__(self, path: Path, fault: str | None = None) -> None:
+        self.path, self.fault = path, fault
+        self.file: Any = None
+        self.waiting = b""
+        self.refused = False
+        self.write(b"")
+
+    def write(self, data: bytes) -> None:
+        self.waiting += data
+        try:
+            self.file = self.file or self.path.open("a+b", buffering=0)
+            if data and self.fault:
+                faults.point(self.fault)
+            while self.waiting:  # a disk takes what it has room for, and complains only the next time
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+        except OSError as error:
+            if not self.refused:
+                complain(self.path, error)
+            self.refused = True
+        else:
+            self.refused = False
+
+    def cut(self, until: Callable[[bytes], int]) -> None:
+        """`until`: of all there is, how many bytes to keep."""
+        if self.file is None:
+            return
+        with contextlib.suppress(OSError):
+            self.file.seek(0)
+            written = self.file.readall()
+            size = until(written + self.waiting)
+            self.file.truncate(min(size, len(written)))
+            self.waiting = self.waiting[: max(size - len(written), 0)]
+
+    def sync(self) -> None:
+        if self.file:
+            with contextlib.suppress(OSError):
+                os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+
+
 class Log:
     """One per run. Stages come in the order announced; between `begin` and `end`, `step` reports progress."""
 
@@ -41,11 +90,11 @@ class Log:
         self.at = -1
         self._rows: list[dict[str, Any]] = []
         self._seen_notes: dict[str, int] = {}
-        self._broken = False
-        self._tensorboard = tensorboard and not silent
-        self._metrics = (Path(os.devnull) if silent else folder / "metrics.jsonl").open("ab", buffering=0)
-        self._events = (Path(os.devnull) if silent else folder / "events.log").open("a", buffering=1)
-        self._writer = _tensorboard_writer(folder / "tb") if self._tensorboard else None
+        self._metrics = Sink(Path(os.devnull) if silent else folder / "metrics.jsonl", "log:metrics")
+        self._events = Sink(Path(os.devnull) if silent else folder / "events.log")
+        self._writer: Any = None
+        if tensorboard and not silent:
+            self._open_tensorboard()
         console = Console(quiet=silent)
         self._screen = Screen(console, title) if console.is_terminal and not silent else None
         if self._screen is None:
@@ -64,8 +113,7 @@ class Log:
             self._screen.stop()
         self._metrics.close()
         self._events.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._to_tensorboard(lambda writer: writer.close())
 
     # ---- stages -----------------------------------------------------------------------------------------------------
 
@@ -109,11 +157,12 @@ class Log:
 
     def note(self, text: str, loud: bool = False) -> None:
         """Something worth saying: always in events.log, on screen the first three times; `loud`: on stderr."""
-        self._write_safely(self._events, f"{self.elapsed():.1f}\t{text}\n")
+        text = " ".join(text.split())  # an event is a line
+        self._events.write(f"{self.elapsed():.1f}\t{text}\n".encode())
         kind = text[:24]
         self._seen_notes[kind] = self._seen_notes.get(kind, 0) + 1
         if loud and not self.silent:
-            print(f"ppo-train: {text}", file=sys.stderr, flush=True)
+            say(f"ppo-train: {text}", sys.stderr)
         elif self._seen_notes[kind] <= 3:
             if self._screen is None:
                 self._print(f"  note: {text}")
@@ -124,18 +173,21 @@ class Log:
 
     def size(self) -> int:
         """Bytes of metrics.jsonl so far."""
-        return self._metrics.tell() if not self.silent else 0
+        return os.fstat(self._metrics.file.fileno()).st_size if self._metrics.file and not self.silent else 0
 
-    def cut(self, size: int, step: int) -> None:
-        """Forgets every row after the first `size` bytes: those updates are made again, from `step` on."""
+    def sync(self) -> None:
+        """To the disk: a checkpoint's rows must not be younger than the checkpoint."""
+        self._metrics.sync()
+        self._to_tensorboard(lambda writer: writer.flush())
+
+    def cut(self, update: int) -> None:
+        """Forgets every row after that update: those updates are made again."""
         if self.silent:
             return
-        path = self.folder / "metrics.jsonl"
-        os.truncate(path, min(size, path.stat().st_size))
-        self._metrics.seek(0, os.SEEK_END)
+        self._metrics.cut(lambda rows: _until(rows, update))
         if self._writer is not None:
-            self._writer.close()
-            self._writer = _tensorboard_writer(self.folder / "tb", purge_step=step + 1)
+            self._to_tensorboard(lambda writer: writer.close())
+            self._open_tensorboard(purge_step=update + 1)
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -155,34 +207,59 @@ class Log:
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
-        self._write_safely(self._metrics, (json.dumps(row) + "\n").encode())
-        faults.point("log:metrics")
-        if self._writer is not None:
-            try:
-                for name, value in row.items():
-                    if "/" in name:
-                        self._writer.add_scalar(name, value, row["step"])
-            except OSError as error:
-                self._complain("TensorBoard's events", error)
+        self._metrics.write((json.dumps(row) + "\n").encode())
+        if row["stage"] == "ppo":  # other stages count other steps, which a purge would take for updates
+            self._to_tensorboard(
+                lambda writer: [writer.add_scalar(name, row[name], row["step"]) for name in row if "/" in name]
+            )
 
-    def _write_safely(self, file: Any, line: Any) -> None:
+    def _open_tensorboard(self, purge_step: int | None = None) -> None:
         try:
-            file.write(line)
+            self._writer = _tensorboard_writer(self.folder / "tb", purge_step)
         except OSError as error:
-            self._complain(file.name, error)
+            complain(self.folder / "tb", error)
 
-    def _complain(self, what: str, error: OSError) -> None:
-        if not self._broken:
-            print(f"ppo-train: {what} cannot be written ({error}); training goes on", file=sys.stderr, flush=True)
-        self._broken = True
+    def _to_tensorboard(self, act: Callable[[Any], Any]) -> None:
+        """Its thread is dead after the first error: there is no second try, until the next process."""
+        try:
+            if self._writer is not None:
+                act(self._writer)
+        except OSError as error:
+            self._writer = None
+            complain(self.folder / "tb", error)
 
     def _print(self, line: str) -> None:
         if not self.silent:
-            print(line, flush=True)
+            say(line, sys.stdout)
 
     def _draw(self) -> None:
         if self._screen:
             self._screen.draw(self.views, self.elapsed(), self.left() if self.at >= 0 else 0.0)
+
+
+def say(line: str, stream: TextIO) -> None:
+    """A full disk, or a reader who left, ends the talk, not the run."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)
+
+
+def complain(path: Path, error: OSError) -> None:
+    say(f"ppo-train: {path} cannot be written ({error}); training goes on", sys.stderr)
+
+
+def _until(rows: bytes, update: int) -> int:
+    """How many bytes of metrics.jsonl come before the first row of a later update, or one that is not whole."""
+    size = 0
+    for line in rows.splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+            later = row["stage"] == "ppo" and row["step"] > update
+        except (ValueError, TypeError, KeyError):  # damaged; not a reason to lose the rows behind it
+            later = False
+        if later or not line.endswith(b"\n"):
+            break
+        size += len(line)
+    return size
 
 
 def _tensorboard_writer(folder: Path, purge_step: int | None = None) -> Any:

@@ -15,8 +15,9 @@ from ppo_kernels.trainer.log import Log
 from ppo_kernels.trainer.rewards import finish
 from ppo_kernels.trainer.rollout import Trajectory, converse, gather, score
 from ppo_kernels.trainer.stats import step_line, summarize
+from ppo_kernels.trainer.stop import Stop
 from ppo_kernels.trainer.task import Task
-from ppo_kernels.trainer.update import Diverged, Optimizers, Pass, update
+from ppo_kernels.trainer.update import Diverged, Optimizers, Setting, update
 from ppo_kernels.trainer.watch import Watch
 
 
@@ -44,10 +45,11 @@ def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[
 
     # 2. the reward of a token is its KL penalty; the last one also gets the score, clipped and normalised
     scores, moments = finish(batch.scores, batch.has_eos, config.reward, progress.moments)
+    policies = (batch.logprobs, batch.ref_logprobs, batch.mask)
+    kl = -algorithm.token_rewards(0 * scores, *policies, kl_coef=1.0, kl_estimator=config.kl.estimator)
     rewards = batch.turn_rewards + algorithm.token_rewards(
-        scores, batch.logprobs, batch.ref_logprobs, batch.mask, kl_coef=progress.kl_coef,
-        kl_estimator=config.kl.estimator,
-    )  # fmt: skip
+        scores, *policies, kl_coef=progress.kl_coef, kl_estimator=config.kl.estimator
+    )
     if config.ppo.whiten_rewards:
         rewards = algorithm.whiten(rewards, batch.mask, shift_mean=False)
 
@@ -58,12 +60,12 @@ def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[
 
     # 4. several epochs of clipped policy and value steps on the same batch
     roles.train(True)
-    setting = Pass(config, roles, optimizers, algorithm, task.sources, task.text.pad, ranks)
+    setting = Setting(config, roles, optimizers, algorithm, task.sources, task.text.pad, ranks)
     metrics = update(batch, advantages, returns, setting, number, stream, progress.clip, progress.skips)
     faults.point("update:trained")
 
     # 5. adapt the KL coefficient and the clip range to what was measured
-    stats = summarize(batch, rewards, returns, progress, metrics)
+    stats = summarize(batch, kl, rewards, returns, progress, metrics)
     kl_coef = progress.kl_coef
     if config.kl.target is not None:
         kl_coef = AdaptiveKLController(kl_coef, config.kl.target, config.kl.horizon).update(
@@ -103,6 +105,9 @@ def ppo(
         except Diverged as diverged:
             progress = roll_back(progress, diverged)
             continue
+        except Stop:  # while sampling: nothing was trained since the last update
+            save(progress)
+            raise
         number = progress.update
         if number % config.eval.every == 0 or number == config.train.updates:
             progress.heldout = evaluate(number)

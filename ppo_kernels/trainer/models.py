@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_kernels.integrations.transformers import patch_lm_head
 from ppo_kernels.trainer.config import Config
-from ppo_kernels.trainer.ranks import Ranks, distribute, whole
+from ppo_kernels.trainer.ranks import Ranks, distribute, reshard, whole
 
 
 class Policy:
@@ -167,6 +167,11 @@ def with_lora(actor: Any, config: Config) -> Any:
         return get_peft_model(actor, options)
 
 
+def autocast(config: Config, ranks: Ranks) -> contextlib.AbstractContextManager[Any]:
+    """Around every forward, sampling and scoring too: the ratio starts at 1 only if all compute alike."""
+    return torch.autocast(ranks.device.type, torch.bfloat16, enabled=config.train.bf16)
+
+
 def freeze(model: Any) -> Any:
     return model.eval().requires_grad_(False)
 
@@ -200,6 +205,7 @@ def plain_directory(model: Any, tokenizer: Any, folder: Path, ranks: Ranks) -> N
         if not ranks.main:
             return
         model = copy.deepcopy(model).merge_and_unload()
+    reshard(model)
     state = {name: whole(value).cpu() for name, value in model.state_dict().items()}
     if ranks.main:
         model.save_pretrained(folder, state_dict=state)

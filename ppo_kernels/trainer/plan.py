@@ -66,28 +66,30 @@ def memory(config: Config, roles: Any, ranks: int, longest: int) -> list[tuple[s
 
 def check_run(config: Config, ranks: Ranks, reward_function: RewardFunction | None) -> None:
     """Shows the plan, makes one update in memory, and shows what that took."""
-    from ppo_kernels.trainer.dry import dry_update
+    from ppo_kernels.trainer.dry import dry_task, dry_update
 
-    if ranks.main:
-        for line in batches(config, ranks.size):
-            print(line)
     started = time.perf_counter()
-    roles, longest, stats = dry_update(config, ranks, reward_function)
+    with dry_task(config, ranks, reward_function) as task:
+        longest = max(len(task.text.prompt(row)) for row in task.train) + config.rollout.max_new_tokens
+        rows = memory(config, task.roles, ranks.size, longest)
+        if ranks.main:
+            print("\n".join(batches(config, ranks.size)))
+            for what, size in [*rows, ("planned, on each rank", sum(size for _, size in rows))]:
+                print(f"{size / MIB:12,.0f} MiB  {what}")
+            if config.train.loss == "linear":
+                vocabulary = task.roles.actor.base.config.get_text_config().vocab_size
+                logits = 4 * vocabulary * min(config.ppo.microbatch, config.sequences) * longest
+                print(f"{logits / MIB:12,.0f} MiB  not needed: the fp32 logits of a microbatch (train.loss=linear)")
+        stats = dry_update(task)
     if not ranks.main:
         return
-    rows = memory(config, roles, ranks.size, longest)
-    for what, size in [*rows, ("planned, on each rank", sum(size for _, size in rows))]:
-        print(f"{size / MIB:12,.0f} MiB  {what}")
-    vocabulary = roles.actor.base.config.get_text_config().vocab_size
-    logits = 4 * vocabulary * min(config.ppo.microbatch, config.sequences) * longest
-    if config.train.loss == "linear":
-        print(f"{logits / MIB:12,.0f} MiB  not needed: the fp32 logits of a microbatch (train.loss=linear)")
     if ranks.device.type == "cuda":
         print(f"{torch.cuda.max_memory_allocated() / MIB:12,.0f} MiB  allocated at most by the update made")
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"{peak:12,.0f} MiB  resident at most, the interpreter and libraries included")
+    seconds = time.perf_counter() - started
     print(
-        f"one update: {stats['time/update']:.1f} s, {time.perf_counter() - started:.1f} s with loading; log-probs off "
-        f"by {stats['val/first_logprob_drift']:.1e} before its first step"
+        f"one update: {stats['time/update']:.1f} s, {seconds:.1f} s with loading; log-probs off by "
+        f"{stats['val/first_logprob_drift']:.1e} before its first step"
     )

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ppo_kernels.trainer import rewards
 from ppo_kernels.trainer.config import Config
 from ppo_kernels.trainer.data import BUILT_IN, Row, load_rows, prompt_of
@@ -31,6 +33,8 @@ def problems(config: Config, ranks: int, reward_function: Any = None) -> list[st
 
 def _numbers(config: Config, ranks: int) -> list[str]:
     found = []
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        found.append("train.device=cuda: this machine has no CUDA device that PyTorch can use; try auto or cpu")
     if config.rollout.prompts % ranks:
         found.append(f"rollout.prompts={config.rollout.prompts} does not divide over {ranks} ranks; "
                      f"try {_multiple(config.rollout.prompts, ranks)}")  # fmt: skip
@@ -84,7 +88,7 @@ def _models(config: Config, given_reward: bool) -> list[str]:
     if config.model.critic not in ("auto", "reward", "actor"):
         named["model.critic"] = config.model.critic
     for key, folder in named.items():
-        if folder is None:
+        if folder in (None, "smollm2-135m"):  # the latter is fetched when all else is right
             continue
         path = Path(folder) / "config.json"
         if not path.is_file():

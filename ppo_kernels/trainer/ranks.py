@@ -71,16 +71,18 @@ class Ranks(NamedTuple):
 
 
 def start(device: str, threads: int | None) -> Ranks:
-    """Joins the group that torchrun's environment describes; one process without it."""
+    """Joins the group that torchrun's environment describes, or one that exists; one process without either."""
     rank, size, local = (int(os.environ.get(name, default)) for name, default in
                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # fmt: skip
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    cuda = device != "cpu" and torch.cuda.is_available()
     if threads:
         torch.set_num_threads(threads)
     if cuda:
         torch.cuda.set_device(local)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
     return Ranks(rank, size, torch.device("cuda", local) if cuda else torch.device("cpu"))
 
 

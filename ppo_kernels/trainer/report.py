@@ -3,228 +3,304 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ppo_kernels.trainer.charts import Line, chart, interval_strip
+from ppo_kernels.trainer.charts import MANY, Line, chart, interval_strip, key, varies
+from ppo_kernels.trainer.config import Config
+from ppo_kernels.trainer.page import (
+    Estimate,
+    difference,
+    direction,
+    duration,
+    number,
+    section,
+    show,
+    show_estimate,
+    signed,
+    table,
+    write_page,
+)
+from ppo_kernels.trainer.panels import panels
+from ppo_kernels.trainer.record import Run, breaks, curve, curve_estimate, evaluations, happenings, read
+from ppo_kernels.trainer.settings import flat
 
-Rows = list[dict[str, Any]]
-
-STYLE = """
-:root{--bg:#fcfcfa;--ink:#1d2126;--soft:#667079;--rule:#e3e4e0;--card:#fff;--c0:#2563a8;--c1:#d9782d;--c2:#3b8f5a;--c3:#8d4fa8}
-@media(prefers-color-scheme:dark){:root{--bg:#15181c;--ink:#e6e8ea;--soft:#98a2ab;--rule:#2c3238;--card:#1b1f24;
---c0:#6aa9ee;--c1:#f0a062;--c2:#6cc48c;--c3:#c08ddb}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:36px 24px 80px}
-h1{font-size:28px;margin:0;letter-spacing:-.01em}h2{font-size:18px;margin:40px 0 12px}
-.sub,small,figcaption small{color:var(--soft)}.sub{margin:4px 0 24px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(340px,1fr));gap:16px}
-.card,figure{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:16px 18px;margin:0}
-.card .big{font-size:30px;font-weight:650;letter-spacing:-.02em;font-variant-numeric:tabular-nums}
-.card .from{color:var(--soft);font-weight:400}
-.card p{margin:2px 0 8px}.good{color:var(--c2)}.flat{color:var(--c1)}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:16px}
-figcaption{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:baseline;margin-bottom:6px}
-svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:var(--soft)}
-.gridline{stroke:var(--rule)}.line{fill:none;stroke-width:1.8;stroke-linejoin:round}.band{opacity:.16}
-.line.c0{stroke:var(--c0)}.line.c1{stroke:var(--c1)}.line.c2{stroke:var(--c2)}.line.c3{stroke:var(--c3)}
-.band.c0,.dot.c0{fill:var(--c0)}.band.c1,.dot.c1{fill:var(--c1)}.band.c2,.dot.c2{fill:var(--c2)}.band.c3,.dot.c3{fill:var(--c3)}
-.key{font-size:12px;color:var(--soft)}.key::before{content:"";display:inline-block;width:14px;height:3px;margin-right:5px;
-vertical-align:middle;background:currentColor}
-.key.c0::before{background:var(--c0)}.key.c1::before{background:var(--c1)}.key.c2::before{background:var(--c2)}
-.key.c3::before{background:var(--c3)}
-table{width:100%;border-collapse:collapse;background:var(--card);
-border:1px solid var(--rule);border-radius:10px;overflow:hidden}
-th,td{padding:8px 12px;text-align:left;border-top:1px solid var(--rule);vertical-align:top}
-thead th{border-top:0;font-weight:600;color:var(--soft);font-size:13px}
-td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}th.n{text-align:right}
-.ci{color:var(--soft);font-size:12px;display:block}.prompt{color:var(--soft)}
-.wide{overflow-x:auto}details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
-pre{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px;overflow-x:auto;
-font-size:12.5px}
-.bar{display:flex;height:22px;border-radius:6px;overflow:hidden;gap:2px}.bar span{display:block;min-width:2px}
-"""
+LONG = 80  # characters of a prompt that is shown once, above the responses, instead of before each
 
 
-def write_report(folder: Path) -> Path:
-    """Writes `folder`/report.html and returns its path."""
-    summary = json.loads((folder / "summary.json").read_text())
-    environment = json.loads((folder / "env.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    updates = [row for row in rows if row["stage"] == "ppo"]
-    drift = max(row["val/first_logprob_drift"] for row in updates)
-    facts = (
-        f"{summary['sizes']['parameters']:,} parameters · {summary['stage_seconds']['total']:.0f} s · "
-        f"{environment['cpu']}, {environment['threads']} threads · {environment['time']}"
-    )
-    pretrain = _pretrain_charts(rows)
-    judges = [name for name in ("reward", "metric") if name in summary["measures"]]
-    body = [
-        f"<h1>PPO on a language model, before and after</h1><p class=sub>{escape(folder.name)} · {escape(facts)}</p>",
-        f"<div class=cards>{''.join(_card(name, summary) for name in judges)}</div>",
-        "<h2>Before and after</h2>",
-        _table(summary),
-        "<h2>PPO, update by update</h2>",
-        f"<p class=sub>Before the first step of an update, no log-prob differed from the rollout by more than "
-        f"{drift:.1g} nats: the ratio started at 1.</p>",
-        f"<div class=grid>{''.join(_ppo_charts(updates))}</div>",
-        "<h2>What the models say</h2>",
-        "<p class=sub>The first held-out prompts in line, not selected; one response each, sampled as in training. "
-        "The prompt is grey, the number is the learned reward.</p>",
-        _samples(samples),
-        f"<h2>The stages before PPO</h2><div class=grid>{''.join(pretrain)}</div>" if pretrain else "",
-        "<h2>Where the time went</h2>",
-        _stage_bar(summary["stage_seconds"]),
-        "<h2>To repeat it</h2>",
-        f"<p>{escape(summary['sizes']['text'])}.</p><pre>{escape(environment['command'])}</pre>",
-        f"<details><summary>configuration</summary><pre>{escape((folder / 'config.yaml').read_text())}</pre></details>",
-        f"<details><summary>environment</summary><pre>{escape(json.dumps(environment, indent=1))}</pre></details>",
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Writes `out`, or `folder`/report.html, and returns its path. Raises NoRun."""
+    run, path = read(folder), out or folder / "report.html"
+    parts = [
+        _head(run),
+        f"<div class=cards>{''.join(_cards(run))}</div>",
+        section("Before and after", _before_and_after(run)),
+        section("What happened", _happened(run)),
+        section("PPO, update by update", *_curves(run)),
+        section("What the models say", _samples(run)),
+        section("The stages before PPO", _earlier(run)),
+        section("Where the time went", _time(run)),
+        section("To repeat it", _repeat(run)),
     ]
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(folder.name)}: PPO report</title><style>{STYLE}</style><main>{''.join(body)}</main></html>\n"
-    )
-    path = folder / "report.html"
-    path.write_text(page)
+    write_page(path, f"{run.name}: PPO report", parts)
     return path
 
 
-def _card(name: str, summary: dict[str, Any]) -> str:
-    label, form, meaning = summary["measures"][name]
-    before, after = summary["before"]["heldout"][name], summary["after"]["heldout"][name]
-    if after[1] > before[2]:
-        verdict = "<span class=good>up; the 95% intervals do not overlap</span>"
-    elif after[2] < before[1]:
-        verdict = "<span class=flat>down; the 95% intervals do not overlap</span>"
-    else:
-        verdict = "<span class=flat>the 95% intervals overlap</span>"
-    return (
-        f"<div class=card><p><b>{label}</b> on {summary['prompts']['heldout']} held-out prompts<br><small>{meaning}"
-        f"</small></p><div class=big><span class=from>{form.format(before[0])} →</span> {form.format(after[0])}</div>"
-        f"{interval_strip([('before', *before), ('after', *after)])}<p>{verdict}</p></div>"
+# ---- the first screen -----------------------------------------------------------------------------------------------
+
+
+def _head(run: Run) -> str:
+    environment = run.environment
+    facts = [f"{run.done} update{'s' * (run.done != 1)} of PPO"]
+    if run.summary is not None:
+        facts.append(duration(sum(_stages(run).values())))
+        facts.append(f"{show('{:,.0f}', number(run.summary['sizes'].get('parameters')))} parameters")
+    if environment:
+        threads = environment.get("threads")
+        facts.append(str(environment.get("gpu") or f"{environment.get('cpu')}, {threads} thread{'s' * (threads != 1)}"))
+        facts.append(str(environment.get("time", "")))
+    head = f"<h1>{escape(run.name)}</h1><p class=sub>{escape(' · '.join(filter(None, facts)))}</p>"
+    if run.summary is not None:
+        return head
+    total = number(run.settings.get("train.updates"))
+    of = f" of {total:g}" if total >= run.done else ""
+    return head + (
+        f"<p class=notice>Update {run.done}{of}: this run is still going on, or was stopped. There is no before and "
+        "after yet; the numbers are those of its curves. <code>ppo-report</code> makes this page again.</p>"
     )
 
 
-def _table(summary: dict[str, Any]) -> str:
-    head = "".join(
-        f"<th class=n>{side}, {moment}</th>" for side in ("held-out", "training") for moment in ("before", "after")
-    )
-    lines = []
-    for name, (label, form, meaning) in summary["measures"].items():
-        cells = ""
-        for side in ("heldout", "train"):
-            for moment in ("before", "after"):
-                mean, low, high = (form.format(value) for value in summary[moment][side][name])
-                cells += f"<td class=n>{mean}<span class=ci>{low} … {high}</span></td>"
-        lines.append(f"<tr><td>{label}<br><small>{meaning}</small></td>{cells}</tr>")
-    note = (
-        f"Means over {summary['prompts']['heldout']} held-out and {summary['prompts']['train']} training prompts with "
-        "bootstrap 95% intervals over prompts. A training mean far above the held-out one is overfitting; a learned "
-        "reward that rises while VADER does not is a reward model being fooled."
-    )
-    return (
-        f"<div class=wide><table><thead><tr><th></th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-        f"<p class=sub>{note}</p>"
-    )
+def _cards(run: Run) -> list[str]:
+    cards = []
+    for name in ("reward", "metric"):
+        if name not in run.measures:
+            continue
+        label, form, meaning = run.measures[name]
+        where = "on held-out prompts"
+        if run.summary is not None:
+            where = f"on {run.summary['prompts']['heldout']} held-out prompts"
+            points = [(moment, run.estimate(moment, "heldout", name)) for moment in ("before", "after")]
+        else:
+            points = [
+                (f"update {number(row['heldout/update']):g}", curve_estimate(row, name))
+                for row in evaluations(run.updates)
+            ]
+        known = [(moment, estimate) for moment, estimate in points if estimate and math.isfinite(estimate[0])]
+        if known:
+            ends = [known[0], known[-1]] if len(known) > 1 else known
+            verdict = _moved(ends[0][1], ends[1][1], form) if len(ends) > 1 else ""
+            cards.append(_card(label, where, meaning, form, ends, verdict))
+    return cards + _gap_card(run)
 
 
-def _series(rows: Rows, name: str, label: str) -> Line:
-    return Line(label, [(row["step"], row[name]) for row in rows if name in row])
-
-
-def _heldout(rows: Rows, name: str, label: str) -> Line:
-    """A point for each new evaluation, with its interval; rows in between repeat the last one."""
-    points, band, last = [], [], None
-    for row in rows:
-        if (at := row["heldout/update"]) != last and f"heldout/{name}" in row:
-            points.append((at, row[f"heldout/{name}"]))
-            band.append((row[f"heldout/{name}_low"], row[f"heldout/{name}_high"]))
-            last = at
-    return Line(label, points, band)
-
-
-def _ppo_charts(rows: Rows) -> list[str]:
-    def line(name: str, label: str) -> Line:
-        return _series(rows, name, label)
-
-    return [
-        chart(
-            "Learned reward",
-            "mean per response",
-            [line("objective/scores", "training batch"), _heldout(rows, "reward", "held-out, 95% interval")],
-        ),
-        chart("Independent metric", "held-out, never trained on", [_heldout(rows, "metric", "held-out, 95% interval")]),
-        chart("KL to the SFT model", "nats per response", [line("objective/kl", "KL")], zero=True),
-        chart("Entropy", "nats per token", [line("policy/entropy_avg", "entropy")], zero=True),
-        chart("Response length", "tokens", [line("response_length/mean", "mean")], zero=True),
-        chart(
-            "Shares",
-            "of tokens or responses",
-            [line("policy/clipfrac_avg", "tokens clipped"), line("response_length/eos_rate", "ended by itself")],
-            zero=True,
-        ),
-        chart("Value loss", "mean per token", [line("loss/value_avg", "value loss")], zero=True),
-        chart("Critic", "explained variance of the returns", [line("critic/explained_var", "explained")]),
-        chart(
-            "Gradient norms",
-            "before clipping",
-            [line("grad_norm/actor", "actor"), line("grad_norm/critic", "critic")],
-            zero=True,
-        ),
+def _gap_card(run: Run) -> list[str]:
+    gaps = [
+        (moment, difference(train, heldout))
+        for moment in ("before", "after")
+        if (train := run.estimate(moment, "train", "reward")) and (heldout := run.estimate(moment, "heldout", "reward"))
     ]
-
-
-def _pretrain_charts(rows: Rows) -> list[str]:
-    found = {key.partition("/")[2]: value for row in rows for key, value in row.items() if "validation" in key}
-    if not found:
+    if len(gaps) < 2:
         return []
-    judged = f"{found['validation_correlation']:.2f}, sign right {found['validation_sign_accuracy']:.0%}"
+    label, form, _ = run.measures["reward"]
+    before, after = (direction(gap) for _, gap in gaps)
+    if after <= 0:
+        verdict = "within what chance explains: no sign of prompts learned by heart"
+    elif before > 0:
+        verdict = "training prompts scored more before PPO already"
+    else:
+        verdict = "<b class=down>more than chance explains:</b> it learned training prompts by heart"
+    meaning = f"{label.lower()} that it gains only on prompts it has seen"
+    return [_card("Training minus held-out", "", meaning, signed(form), gaps, verdict)]
+
+
+def _card(label: str, where: str, meaning: str, form: str, points: list[tuple[str, Estimate]], verdict: str) -> str:
+    """`points`: one, or the first and the last."""
+    start = f"<span class=from>{show(form, points[0][1][0])} →</span> " if len(points) > 1 else ""
+    return (
+        f"<div class=card><p><b>{escape(label)}</b> {escape(where)}<br><small>{escape(meaning)}</small></p>"
+        f"<div class=big>{start}{show(form, points[-1][1][0])}</div>"
+        f"{interval_strip(points, [1, 0][-len(points) :])}<p>{verdict}</p></div>"
+    )
+
+
+def _moved(before: Estimate, after: Estimate, form: str) -> str:
+    change = difference(after, before)
+    mean, low, high = (show(signed(form), value) for value in change)
+    word = {1: "<b class=up>rose</b>", -1: "<b class=down>fell</b>"}.get(direction(change))
+    verdict = f"{word} by {mean.lstrip('+−')}" if word else f"no change beyond chance: {mean}"
+    return f"{verdict}<br><small>95% interval of the change: {low} … {high}</small>"
+
+
+def _before_and_after(run: Run) -> str:
+    if run.summary is None:
+        return ""
+    sides = {"heldout": "held-out", "train": "training"}
+    head = ["", *(f"{side}, {moment}" for side in sides.values() for moment in ("before", "after"))]
+    lines = []
+    for name, (label, form, meaning) in run.measures.items():
+        found = [run.estimate(moment, side, name) for side in sides for moment in ("before", "after")]
+        cells = [show_estimate(form, estimate) if estimate else "–" for estimate in found]
+        lines.append([f"{escape(label)}<br><small>{escape(meaning)}</small>", *cells])
+    prompts = run.summary["prompts"]
+    note = (
+        f"Means over {prompts['heldout']} held-out and {prompts['train']} training prompts, with bootstrap 95% "
+        "intervals over prompts. Intervals of differences treat the two means as independent; before and after share "
+        "their prompts and random numbers, so that those of a change are rather too wide."
+    )
+    if "metric" in run.measures:
+        reward, metric = (run.measures[name][0] for name in ("reward", "metric"))
+        note += f" If the {reward.lower()} rises while {metric} falls, the reward is being fooled."
+    return table(head, lines) + f"<p class=sub>{escape(note)}</p>"
+
+
+def _happened(run: Run) -> str:
+    found = happenings(run.events)
+    if not found:
+        return ""
+    items = [f"<li>{escape(text)}{f' <small>× {n}</small>' if n > 1 else ''}</li>" for text, n in found[:12]]
+    if len(found) > 12:
+        items.append(f"<li><small>and {len(found) - 12} other kinds, in events.log</small></li>")
+    note = "Latest first. Remarks that differ in numbers only are shown once, with the latest numbers."
+    return f"<div class=card><ul>{''.join(items)}</ul></div><p class=sub>{note}</p>"
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def _curves(run: Run) -> list[str]:
+    """The panels with something to see; what never changed is told in words."""
+    if not run.updates:
+        return []
+    marks, figures, still = breaks(run), [], []
+    for panel in panels(run.measures):
+        lines = [curve(run, metric, label) for metric, label in panel.lines.items()]
+        shown = [line if varies(line, share=panel.share) else Line(line.label, []) for line in lines]
+        figures.append(chart(panel.title, panel.unit, shown, zero=panel.zero, floor=panel.floor, marks=marks))
+        for line, moving in zip(lines, shown, strict=True):
+            if line.finite and not moving.points and not line.band:
+                name = panel.title if len(lines) == 1 else f"{panel.title} ({line.label})"
+                still.append(f"{name} {show('{:.4g}', line.finite[-1][1])}")
+    notes = [_drift(run), *_counts(run)]
+    if marks:
+        notes.append(f"Dotted lines: resumed or gone back, at update {', '.join(f'{mark:g}' for mark in marks)}.")
+    if len(run.updates) > MANY:
+        notes.append("Thin lines are single updates, thick ones a moving median.")
+    same = "The same, or nearly so, all along" if len(run.updates) > 1 else "In the one update"
     return [
-        chart(
-            "SFT",
-            f"nats per token, training batches; {found['validation_loss']:.2f} on validation text",
-            [_series(rows, "sft/loss", "loss")],
-            x_label="step",
-        ),
-        chart(
-            "Reward model",
-            f"squared error, training batches; validation correlation with people {judged}",
-            [
-                _series([row for row in rows if row["step"] > 0], "reward/loss", "loss")
-            ],  # the first one is off the scale
-            x_label="step",
-            zero=True,
-        ),
+        f"<p class=sub>{escape(' '.join(filter(None, notes)))}</p>",
+        f"<div class=grid>{''.join(figures)}</div>",
+        f"<p class=sub>{same}: {escape(' · '.join(still))}</p>" if still else "",
     ]
 
 
-def _samples(samples: Rows) -> str:
-    def cell(text: str, prompt: str) -> str:
-        if text.startswith(prompt):
-            return f"<span class=prompt>{escape(prompt)}</span>{escape(text[len(prompt) :])}"
-        return escape(text)
-
-    number: Callable[[float], str] = "{:+.2f}".format
-    lines = "".join(
-        f"<tr><td>{cell(row['before'], row['prompt'])}</td><td class=n>{number(row['before_reward'])}</td>"
-        f"<td>{cell(row['after'], row['prompt'])}</td><td class=n>{number(row['after_reward'])}</td></tr>"
-        for row in samples
-    )
-    head = "<th>before PPO</th><th class=n></th><th>after PPO</th><th class=n></th>"
-    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>"
+def _drift(run: Run) -> str:
+    drift = max((y for _, y in curve(run, "val/first_logprob_drift").finite), default=math.nan)
+    if math.isnan(drift):
+        return ""
+    size = f"by more than {drift:.1g} nats" if drift else "at all"
+    verdict = "the ratio started at 1" if drift <= 1e-3 else "rollout and training do not compute the same thing"
+    return f"Before the first step of an update, no log-prob differed from the rollout {size}: {verdict}."
 
 
-def _stage_bar(seconds: dict[str, float]) -> str:
-    stages = [(name, value) for name, value in seconds.items() if name != "total"]
-    spans = "".join(
-        f'<span style="flex:{max(value, 0.01):.2f};background:var(--c{i % 4})" title="{escape(name)}"></span>'
-        for i, (name, value) in enumerate(stages)
+def _counts(run: Run) -> list[str]:
+    early, skipped, rollbacks = (
+        [y for _, y in curve(run, metric).finite if y > 0] for metric in ("stopped_early", "skipped_steps", "rollbacks")
     )
-    keys = " ".join(
-        f'<span class="key c{i % 4}">{escape(name)} {value:.1f} s</span>' for i, (name, value) in enumerate(stages)
+    target = run.settings.get("ppo.target_kl_stop")
+    return [
+        f"{len(early)} of {len(run.updates)} updates ended early (ppo.target_kl_stop={target})." if early else "",
+        f"{sum(skipped):.0f} optimizer steps were left out." if skipped else "",
+        f"Rollbacks to a checkpoint: {max(rollbacks):.0f}." if rollbacks else "",
+    ]
+
+
+def _earlier(run: Run) -> str:
+    facts = {name: number(value) for row in run.earlier for name, value in row.items()}
+
+    def loss(metric: str, start: int) -> list[Line]:
+        rows = [row for row in run.earlier if metric in row and row["step"] >= start]
+        return [Line("loss", [(row["step"], number(row[metric])) for row in rows])]
+
+    text = show("{:.2f}", facts.get("sft/validation_loss", math.nan))
+    correlation = show("{:.2f}", facts.get("reward/validation_correlation", math.nan))
+    sign = show("{:.0%}", facts.get("reward/validation_sign_accuracy", math.nan))
+    judged = f"squared error, training batches; validation correlation with people {correlation}, sign right {sign}"
+    figures = chart("SFT", f"nats per token, training batches; {text} on validation text", loss("sft/loss", 0), "step")
+    # the reward model's first loss is off the scale
+    figures += chart("Reward model", judged, loss("reward/loss", 1), "step", zero=True)
+    return figures and f"<div class=grid>{figures}</div>"
+
+
+# ---- texts and facts ------------------------------------------------------------------------------------------------
+
+
+def _samples(run: Run) -> str:
+    if not run.samples or run.summary is None:
+        return ""
+    blocks = []
+    for row in run.samples:
+        prompt = row["prompt"]
+        above = f"<div class='said prompt'>{escape(prompt)}</div>" if len(prompt) > LONG else ""
+        sides = []
+        for moment in ("before", "after"):
+            text, score = str(row.get(moment, "")), show("{:+.2f}", number(row.get(f"{moment}_reward")))
+            start, found, rest = text.partition(prompt)
+            said = escape(rest if found else text)
+            if found and not above:
+                said = f"<span class=prompt>{escape(start + prompt)}</span>{said}"
+            sides.append(f"<div><small>{moment} PPO <b>{score}</b></small><div class=said>{said}</div></div>")
+        blocks.append(f"<div class=sample>{above}<div class=pair>{''.join(sides)}</div></div>")
+    label = escape(run.measures["reward"][0].lower())
+    note = (
+        "The first held-out prompts in line, not selected; one response each, sampled as in training. The prompt is "
+        f"grey, the number is the {label}."
     )
-    return f"<div class=card><div class=bar>{spans}</div><p>{keys}</p></div>"
+    return f"<p class=sub>{note}</p><div class=wide>{''.join(blocks)}</div>"
+
+
+def _stages(run: Run) -> dict[str, float]:
+    """Seconds; the file's "total" is the last process's alone."""
+    seconds = run.summary["stage_seconds"] if run.summary else {}
+    return {name: number(value) for name, value in seconds.items() if name != "total"}
+
+
+def _time(run: Run) -> str:
+    """The stages, PPO in its parts."""
+    stages = _stages(run)
+    sampling = sum(y for _, y in curve(run, "time/generate").finite)
+    training = sum(y for _, y in curve(run, "time/update").finite) - sampling
+    rest = stages.get("PPO", 0.0) - sampling - training
+    ppo = {"sampling": sampling, "scoring and training": training, "evaluations and checkpoints": rest}
+    parts: dict[str, float] = {}
+    for name, seconds in (stages or {"PPO": 0.0}).items():
+        parts |= ppo if name == "PPO" else {name: seconds}
+    shown = [(name, seconds) for name, seconds in parts.items() if seconds >= 0.05]
+    if not shown:
+        return ""
+    spans = "".join(f'<span class=c{i % 8} style="flex:{seconds:.2f}"></span>' for i, (_, seconds) in enumerate(shown))
+    keys = "".join(key(f"{name} {duration(seconds)}", i % 8) for i, (name, seconds) in enumerate(shown))
+    return f"<div class=card><div class=bar>{spans}</div><div class=keys>{keys}</div></div>"
+
+
+def _repeat(run: Run) -> str:
+    sections: dict[str, Any] = {"demo": {}} if any(name.startswith("demo.") for name in run.settings) else {}
+    defaults = flat(Config(**sections).model_dump(mode="json"))
+    chosen = [
+        f"<code>{escape(name)}={escape(json.dumps(value, ensure_ascii=False, default=str))}</code>"
+        for name, value in run.settings.items()
+        if defaults.get(name) != value
+    ]
+    text = run.summary["sizes"].get("text") if run.summary else None
+    environment = escape(json.dumps(run.environment, indent=1, ensure_ascii=False))
+    return "".join(
+        [
+            f"<p>Data: {escape(str(text))}</p>" if text else "",
+            f"<pre>{escape(str(run.environment['command']))}</pre>" if "command" in run.environment else "",
+            "<p class=sub>Settings that are not the defaults:</p>" if chosen else "",
+            f"<div class=settings>{''.join(chosen)}</div>",
+            f"<details><summary>configuration</summary><pre>{escape(run.config)}</pre></details>",
+            f"<details><summary>environment</summary><pre>{environment}</pre></details>",
+        ]
+    )

@@ -80,14 +80,23 @@ def call(function: RewardFunction, samples: list[Sample], name: str) -> list[lis
     return result
 
 
+def begin(environment: Callable[[Any], Any], row: Any) -> Any:
+    """A row's own environment. Raises PluginError."""
+    try:
+        return environment(row)
+    except Exception as error:
+        raise PluginError(f"data.environment raised {type(error).__name__}: {error}") from error
+
+
 def step(environment: Any, response: str) -> tuple[str | None, float]:
     """What the environment replies (None: it is over), and the reward of the turn. Raises PluginError."""
     try:
-        reply, reward = environment.step(response)
+        answer = environment.step(response)
     except Exception as error:
         raise PluginError(f"data.environment: step raised {type(error).__name__}: {error}") from error
+    reply, reward = answer if isinstance(answer, tuple | list) and len(answer) == 2 else ("", None)
     if not (reply is None or isinstance(reply, str)) or not isinstance(reward, numbers.Real):
-        raise PluginError(f"data.environment: step returned {(reply, reward)!r}, expected (text or None, number)")
+        raise PluginError(f"data.environment: step returned {answer!r}, expected (text or None, number)")
     return reply, float(reward)
 
 

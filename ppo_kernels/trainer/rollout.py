@@ -7,6 +7,7 @@ masks made here are carried along; nothing is derived from "token != pad".
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ppo_kernels.trainer import rewards, seeds
 from ppo_kernels.trainer.algo import Algorithm
 from ppo_kernels.trainer.config import Config
 from ppo_kernels.trainer.data import Row, Text, pad
-from ppo_kernels.trainer.models import Policy, Roles, Scalar
+from ppo_kernels.trainer.models import Policy, Roles, Scalar, autocast
 from ppo_kernels.trainer.ranks import Ranks
 
 Environment = Callable[[Row], Any]  # called once for each conversation; see docs/trainer.md
@@ -65,12 +66,13 @@ class Trajectory(NamedTuple):
 def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """logits [B, V], uniform [B] in [0, 1) -> a token each [B], by inverting the cumulative distribution.
 
-    Ancestral sampling without top-k or top-p (N+4). A token of probability 0 is never drawn.
+    Ancestral sampling without top-k or top-p (N+4). A token of probability 0 is never drawn. From logits that are not
+    finite the last token is: there must be one, and its log-prob ends the update.
     """
     cumulative = torch.softmax(logits.float(), -1).cumsum(-1)
     total = cumulative[:, -1]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point[:, None], right=True).squeeze(1)
+    return torch.searchsorted(cumulative, point[:, None], right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
 
 
 @torch.no_grad()
@@ -83,7 +85,8 @@ def generate(
     ranks: Ranks,
     lockstep: bool = False,  # every rank must call the model equally often (FSDP)
 ) -> list[list[int]]:
-    """The response to each prompt, its EOS included if it ended. An EOS inside the prompt means nothing."""
+    """The response to each prompt, its EOS included if it ended: what is judged and valued ends there too (N+13). An
+    EOS inside the prompt means nothing."""
     ids, mask = (x.to(ranks.device) for x in pad(prompts, "left", text.pad))
     eos = torch.tensor(text.eos, device=ranks.device)
     uniforms = uniforms.to(ranks.device)
@@ -132,32 +135,36 @@ def converse(
     rewarded: list[dict[int, float]] = [{} for _ in rows]
     turns: list[list[str]] = [[] for _ in rows]
     ended = [False] * len(rows)
-    worlds = [(environment or Scripted)(row) for row in rows]
     lockstep = config.train.parallel == "fsdp" and ranks.size > 1
+    together = ranks.together if lockstep else contextlib.nullcontext  # an error here must not leave others waiting
+    with together("an environment"):
+        worlds = [rewards.begin(environment or Scripted, row) for row in rows]
     active = list(range(len(rows)))
-    for turn in range(config.data.max_turns if environment or any("turns" in row for row in rows) else 1):
+    for turn in range(config.data.max_turns):
         for chunk in _chunks(active, config.rollout.microbatch, lockstep, ranks):
             between()
             contexts = [prompts[i] + after[i] for i in chunk] or [[text.pad]]
             width = config.rollout.max_new_tokens
             random = [seeds.uniforms(width, *keys[i], turn) for i in chunk] or [torch.zeros(width)]
-            responses = generate(
-                policy, contexts, torch.stack(random), config.rollout.temperature, text, ranks, lockstep
-            )
+            with autocast(config, ranks):
+                responses = generate(
+                    policy, contexts, torch.stack(random), config.rollout.temperature, text, ranks, lockstep
+                )
             for i, response in zip(chunk, responses, strict=False):
                 after[i] += response
                 written[i] += [True] * len(response)
                 ended[i] = response[-1] in text.eos
                 turns[i].append(text.decode(response))
         going = []
-        for i in active:
-            reply, reward = rewards.step(worlds[i], turns[i][-1])
-            rewarded[i][len(after[i]) - 1] = float(reward)
-            if reply is not None and turn + 1 < config.data.max_turns:
-                said = text.reply(reply, ended[i])
-                after[i] += said
-                written[i] += [False] * len(said)
-                going.append(i)
+        with together("an environment"):
+            for i in active:
+                reply, reward = rewards.step(worlds[i], turns[i][-1])
+                rewarded[i][len(after[i]) - 1] = reward
+                if reply is not None and turn + 1 < config.data.max_turns:
+                    said = text.reply(reply, rows[i], ended[i])
+                    after[i] += said
+                    written[i] += [False] * len(said)
+                    going.append(i)
         active = going
         if not (ranks.any(bool(active)) if lockstep else active):
             break
@@ -203,12 +210,13 @@ def score(
     for at in range(0, len(samples.mask), config.rollout.microbatch):
         cut = slice(at, at + config.rollout.microbatch)
         ids, attention, mask = (x[cut].to(ranks.device) for x in samples[:3])
-        logprobs, entropy = algorithm.logprobs(roles.actor, ids, attention, mask, config.rollout.temperature)
-        ref_logprobs, _ = algorithm.logprobs(roles.reference, ids, attention, mask, config.rollout.temperature)
-        values = response_values(roles.critic, ids, attention, width)
         judged = torch.zeros(len(ids))
-        if roles.reward is not None:
-            judged = config.reward.model_weight * sequence_scores(roles.reward, ids, attention, text.pad).cpu()
+        with autocast(config, ranks):
+            logprobs, entropy = algorithm.logprobs(roles.actor, ids, attention, mask, config.rollout.temperature)
+            ref_logprobs, _ = algorithm.logprobs(roles.reference, ids, attention, mask, config.rollout.temperature)
+            values = response_values(roles.critic, ids, attention, width)
+            if roles.reward is not None:
+                judged = config.reward.model_weight * sequence_scores(roles.reward, ids, attention, text.pad).cpu()
         parts.append([logprobs.cpu(), ref_logprobs.cpu(), entropy.cpu(), values.cpu(), judged])
     logprobs, ref_logprobs, entropy, values, scores = (torch.cat(columns) for columns in zip(*parts, strict=True))
     turn_rewards = samples.turn_rewards.clone()

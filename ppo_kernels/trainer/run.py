@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
-import platform
-import sys
-import time
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-import yaml
 from transformers import AutoTokenizer
 
-import ppo_kernels
 from ppo_kernels.trainer import faults, mix, rewards
 from ppo_kernels.trainer.algo import ALGORITHMS
-from ppo_kernels.trainer.checkpoint import Checkpoints, NoCheckpoint, Progress, sync
+from ppo_kernels.trainer.checkpoint import Checkpoints, DiskFull, NoCheckpoint, Progress
 from ppo_kernels.trainer.config import Config
 from ppo_kernels.trainer.data import Rows, Text, load_rows
-from ppo_kernels.trainer.evaluate import Evaluation, evaluate, load_metric, measures
+from ppo_kernels.trainer.disk import read_json, write_whole
+from ppo_kernels.trainer.evaluate import evaluate, load_metric, measures
 from ppo_kernels.trainer.fetch import DataError
+from ppo_kernels.trainer.folder import go_on, locked
 from ppo_kernels.trainer.log import Log, Stage
 from ppo_kernels.trainer.loop import ppo
 from ppo_kernels.trainer.models import Roles, load_roles, parameters, plain_directory
@@ -43,97 +38,32 @@ class Failed(Exception):
     """The run diverged and its rollbacks are used up; the message says where the batch is."""
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
-
-
-def new_folder(out: Path, name: str, numbered: bool = False) -> Path:
-    """runs/name, made; an earlier run is never touched: FileExistsError, or runs/name-2 and so on if `numbered`."""
-    for number in range(1, 10_000 if numbered else 2):
-        folder = out / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise FileExistsError(str(out / name))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file has all of the text, or is as it was."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
-    sync(beside)
-    beside.rename(path)
-    sync(path.parent)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the system lets go when that ends, however it ends. Raises BlockingIOError."""
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-
-
-def begin(config: Config, folder: Path) -> None:
-    """What a new run's folder holds first."""
-    write_whole(folder / "env.json", json.dumps(environment(), indent=1))
-    write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    faults.point("run:folder")
-
-
-def environment() -> dict[str, Any]:
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in (Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else [])
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return {
-        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": " ".join(["ppo-train", *sys.argv[1:]]),
-        "ppo_kernels": ppo_kernels.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-        "cpu": cpu,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "backend": os.environ.get("PPO_KERNELS_BACKEND", "automatic"),
-    }
-
-
-def check_resumable(folder: Path) -> None:
-    """Forgets what a run wrote before its first checkpoint: it starts again. Raises NoCheckpoint if updates were made
-    and no checkpoint is left."""
-    if list((folder / "checkpoints").glob("step_*")):
-        return
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        if b'"stage": "ppo"' in metrics.read_bytes():
-            raise NoCheckpoint(f"{folder} has updates in metrics.jsonl, but no checkpoint in {folder / 'checkpoints'}")
-        metrics.unlink()
-    print(f"ppo-train: {folder} was ended before its first checkpoint: starting at update 0", file=sys.stderr)
-
-
 def execute(
-    config: Config, folder: Path, ranks: Ranks, reward_function: rewards.RewardFunction | None = None
+    config: Config,
+    folder: Path,
+    ranks: Ranks,
+    reward_function: rewards.RewardFunction | None = None,
+    resumed: Config | None = None,
 ) -> dict[str, Any]:
-    """The run in `folder`, from where it is; returns its summary (empty on ranks other than 0)."""
+    """The run in `folder`, from where it is; returns its summary (empty on ranks other than 0).
+
+    `resumed`: the configuration as it was given, of a run that was begun before.
+    """
     transformers.utils.logging.disable_progress_bar()  # one progress display is enough
     torch.use_deterministic_algorithms(config.train.deterministic)
     stages = [Stage("text", 6), Stage("SFT", 100), Stage("reward model", 40)] if config.demo else [Stage("models", 5)]
     stages += [Stage(*stage) for stage in STAGES]
     with contextlib.ExitStack() as stack:
+        said = []
         if ranks.main:
             stack.enter_context(locked(folder))
+            said = go_on(resumed, folder) if resumed else []
         signals = stack.enter_context(Signals())
         log = stack.enter_context(
             Log(folder, f"ppo_kernels · {folder}", stages, config.log.tensorboard, silent=not ranks.main)
         )
+        for text in said:
+            log.note(text, loud=True)
         if config.demo:
             from ppo_kernels.trainer.demo import prepare
 
@@ -195,58 +125,70 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
     checkpoints = Checkpoints(folder / "checkpoints", config.save.keep, task.text.tokenizer, ranks, log)
     sets = {"heldout": task.heldout[: config.eval.prompts], "train": task.train[: config.eval.prompts]}
 
-    progress = checkpoints.restore(optimizers)
     log.begin("before")
-    if progress is None:
-        before = {name: evaluate(task, rows, name) for name, rows in sets.items()}
-        progress = Progress(kl_coef=config.kl.coef, clip=config.ppo.clip, heldout=curve_point(task, 0))
-        if config.reward.normalize == "start":  # N+10
-            progress.moments = Moments().add(torch.tensor(before["train"].rewards))
-        progress.metrics_bytes = log.size()
+    first = ranks.gather([read_json(folder / "before.json")] if ranks.main else [])[0]
+    if not first:  # of the actor as it was loaded, whatever checkpoint is restored below
+        first = {name: evaluate(task, rows, name)._asdict() for name, rows in sets.items()}
         if ranks.main:
-            write_whole(folder / "before.json", json.dumps({name: _saved(x) for name, x in before.items()}))
+            write_whole(folder / "before.json", json.dumps(first))
             faults.point("run:before")
+    progress = checkpoints.restore(optimizers)
+    if progress is None:
+        progress = Progress(kl_coef=config.kl.coef, clip=config.ppo.clip, heldout=curve_point(task, 0, folder, log))
+        if config.reward.normalize == "start":  # N+10
+            progress.moments = Moments().add(torch.tensor(first["train"]["rewards"]))
         if not checkpoints.save(progress, roles, optimizers):
             raise OSError(28, "the first checkpoint could not be written, so nothing could be resumed")
     else:
-        log.cut(progress.metrics_bytes, progress.update)
+        log.cut(progress.update)
         log.note(f"resumed at update {progress.update}", loud=True)
-    first = json.loads((folder / "before.json").read_text())
     log.end(_one_line(first["heldout"]["estimates"], config))
 
+    saved = progress.update
+
     def save(progress: Progress) -> None:
+        nonlocal saved
+        if progress.update == saved:
+            return
         asked = ranks.any(signals.caught is not None)
         done = progress.update == config.train.updates
         reward = progress.heldout["heldout/reward"]
-        if progress.heldout["heldout/update"] == progress.update and (progress.best is None or reward > progress.best):
+        new = progress.heldout["heldout/update"] == progress.update and math.isfinite(reward)
+        better = new and (progress.best is None or reward > progress.best)
+        if better and (not config.save.best or checkpoints.save_best(folder / "best", roles)):
             progress.best = reward
-            if config.save.best:
-                checkpoints.save_best(folder / "best", roles)
-        progress.metrics_bytes = log.size()
-        good = progress.update % config.save.every == 0 and not progress.skips
-        if good or done or asked:
-            checkpoints.save(progress, roles, optimizers)
-        if not done:
+        progress.due = progress.update % config.save.every == 0 and not progress.skips
+        if progress.due or done or asked:
+            log.sync()
+            if checkpoints.save(progress, roles, optimizers):
+                saved = progress.update
+            elif asked and not done:
+                raise DiskFull(f"asked to end, but update {progress.update} could not be saved")
+        if asked and not done:
             signals.check(ranks)
 
     def roll_back(progress: Progress, diverged: Diverged) -> Progress:
+        nonlocal saved
         optimizers.clear()
         stream = progress.stream + 1
         if stream > config.guard.max_rollbacks:
             path = folder / f"diverged_{progress.update + 1:06d}.pt"
-            if ranks.main:
-                torch.save(diverged.batch._asdict(), path)
+            where = f"its batch is in {path}"
+            try:
+                if ranks.main:
+                    torch.save(diverged.batch._asdict(), path)
+            except (OSError, RuntimeError) as error:
+                where = f"its batch could not be written to {path}: {error}"
             raise Failed(
-                f"update {progress.update + 1} diverged ({diverged}) after {progress.stream} rollbacks; its batch is "
-                f"in {path}"
+                f"update {progress.update + 1} diverged ({diverged}) after {progress.stream} rollbacks; {where}"
             )
-        restored = checkpoints.restore(optimizers, before=progress.update)
+        restored = checkpoints.restore(optimizers, rollback_from=progress.update)
         if restored is None:
             raise NoCheckpoint(f"{folder / 'checkpoints'} holds no checkpoint to go back to")
         restored.kl_coef *= config.guard.raise_kl ** (stream - restored.stream)
-        restored.stream = stream
+        restored.stream, saved = stream, restored.update
         restored.skips, restored.seconds = 0, progress.seconds
-        log.cut(restored.metrics_bytes, restored.update)
+        log.cut(restored.update)
         log.note(
             f"update {progress.update + 1} diverged: {diverged}; back to update {restored.update} with other samples "
             f"and kl.coef {restored.kl_coef:.3g}",
@@ -255,7 +197,9 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
         return restored
 
     log.begin("PPO", config.train.updates)
-    progress = ppo(task, progress, optimizers, log, lambda update: curve_point(task, update), save, roll_back)
+    progress = ppo(
+        task, progress, optimizers, log, lambda update: curve_point(task, update, folder, log), save, roll_back
+    )
     log.end()
 
     log.begin("after")
@@ -270,6 +214,7 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
     summary: dict[str, Any] = {}
     if ranks.main:
         summary = {
+            "updates": progress.update,
             "measures": measures(config),
             "before": {name: first[name]["estimates"] for name in sets},
             "after": {name: after[name].estimates for name in sets},
@@ -279,20 +224,27 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
             "sizes": {"parameters": parameters(roles.actor.model), **facts},
         }
         write_whole(folder / "summary.json", json.dumps(summary, indent=1))
-        _write_samples(folder, sets["heldout"], first["heldout"], _saved(after["heldout"]), config.eval.samples)
+        _write_samples(folder, sets["heldout"], first["heldout"], after["heldout"]._asdict(), config.eval.samples)
         faults.point("end:report")
         write_report(folder)
     log.end(str(folder / "report.html"))
     return summary
 
 
-def curve_point(task: Task, update: int) -> dict[str, float]:
+def curve_point(task: Task, update: int, folder: Path, log: Log) -> dict[str, float]:
+    """Held-out measures, and the first answers as a table. It is never broken off: the update before it is not saved
+    yet."""
+    task = task._replace(between=lambda: None)
     result = evaluate(task, task.heldout[: task.config.eval.curve_prompts], "heldout")
+    if task.ranks.main:
+        answers = list(zip(result.texts, result.rewards, strict=True))[: task.config.eval.samples]
+        lines = "".join(json.dumps({"text": text, "reward": reward}) + "\n" for text, reward in answers)
+        try:
+            (folder / "samples").mkdir(exist_ok=True)
+            write_whole(folder / "samples" / f"{update:06d}.jsonl", lines)
+        except OSError as error:
+            log.note(f"held-out answers of update {update} could not be written ({error})", loud=True)
     return result.flat("heldout") | {"heldout/update": update}
-
-
-def _saved(result: Evaluation) -> dict[str, Any]:
-    return result._asdict()
 
 
 def _one_line(estimates: dict[str, Any], config: Config) -> str:

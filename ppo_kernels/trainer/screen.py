@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -12,14 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN = {  # metric -> label, format
-    "objective/scores": ("learned reward, training prompts", "{:.3f}"),
-    "heldout/reward": ("learned reward, held-out prompts", "{:.3f}"),
-    "heldout/vader": ("VADER, held-out prompts (never trained on)", "{:.3f}"),
-    "objective/kl": ("KL to the SFT model, nats per response", "{:.2f}"),
+    "objective/scores": ("reward, training prompts", "{:.3f}"),
+    "heldout/reward": ("reward, held-out prompts", "{:.3f}"),
+    "heldout/metric": ("independent metric, held-out prompts", "{:.3f}"),
+    "objective/kl": ("KL to the reference, nats per response", "{:.2f}"),
     "policy/entropy_avg": ("entropy, nats per token", "{:.2f}"),
     "response_length/mean": ("response length, tokens", "{:.1f}"),
+    "response_length/eos_rate": ("ended by itself", "{:.0%}"),
     "policy/clipfrac_avg": ("tokens clipped", "{:.1%}"),
     "critic/explained_var": ("critic, explained variance", "{:.2f}"),
+    "loss/ptx": ("pretraining text, nats per token", "{:.3f}"),
+    "loss/sft": ("SFT pairs, nats per token", "{:.3f}"),
     "sft/loss": ("SFT loss, nats per token", "{:.3f}"),
     "reward/loss": ("reward model, squared error", "{:.3f}"),
 }
@@ -42,6 +46,8 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
+    """Of those that are finite."""
+    values = [value for value in values if math.isfinite(value)] or [0.0]
     if len(values) > width:
         values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
     low, high = min(values), max(values)
@@ -89,4 +95,4 @@ class Screen:
         parts: list[RenderableType] = [steps, Text(""), numbers]
         if self.note:
             parts += [Text(""), Text(self.note, style="yellow")]
-        return Panel(Group(*parts), title=self.title, subtitle=f"{clock(elapsed)}{ending}", padding=(1, 2))
+        return Panel(Group(*parts), title=Text(self.title), subtitle=f"{clock(elapsed)}{ending}", padding=(1, 2))

@@ -16,11 +16,12 @@ Tree = dict[str, Any]
 
 
 class ConfigError(Exception):
-    """One or more mistakes in the configuration; `problems` holds one line for each."""
+    """One or more mistakes in the configuration; `problems` holds one line for each, `rest` what is right, if that is
+    a configuration by itself: it may hold mistakes of another kind."""
 
-    def __init__(self, problems: list[str]) -> None:
+    def __init__(self, problems: list[str], rest: Config | None = None) -> None:
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems, self.rest = problems, rest
 
 
 DEMO: Tree = {
@@ -79,25 +80,46 @@ def load(overrides: list[str], base: Tree | None = None) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        problems += [_explain(dict(problem)) for problem in error.errors()]
+        mistakes = [dict(problem) for problem in error.errors()]
+        raise ConfigError([*problems, *map(_explain, mistakes)], _without(tree, mistakes)) from error
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, config)
     return config
+
+
+def _without(tree: Tree, mistakes: list[Tree]) -> Config | None:
+    tree = _copy(tree)
+    for mistake in mistakes:
+        node: Any = tree
+        *parents, leaf = mistake["loc"] or ("",)
+        for parent in parents:
+            node = node.get(parent, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict):
+            node.pop(leaf, None)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError:
+        return None
 
 
 def resumed(saved: Tree, overrides: list[str]) -> Config:
     """The saved configuration with those overrides that a run may change on its way."""
     config = load(overrides, saved)
-    before, after = flat(load([], saved).model_dump()), flat(config.model_dump())
-    problems = [
+    problems = another_run(load([], saved), config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def another_run(saved: Config, given: Config) -> list[str]:
+    """What cannot change on a run's way, and differs."""
+    before, after = flat(saved.model_dump()), flat(given.model_dump())
+    return [
         f"{key}: this run was started with {before.get(key)!r}, {after.get(key)!r} would make it another run; "
         "start a new one under another name"
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key) and not key.startswith(RESUMABLE)
     ]
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 def override(base: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:

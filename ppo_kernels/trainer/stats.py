@@ -13,23 +13,23 @@ from ppo_kernels.trainer.rollout import Trajectory
 
 def summarize(
     batch: Trajectory,
+    kl: torch.Tensor,  # [B, T], by the penalty's own estimator (N+15)
     rewards: torch.Tensor,  # [B, T]
     returns: torch.Tensor,  # [B, T]
     progress: Progress,
     metrics: dict[str, float],
 ) -> dict[str, float]:
     mask = batch.mask
-    log_ratio = (batch.logprobs - batch.ref_logprobs).where(mask, 0.0)
     length = mask.sum(1).float()
     residual = (returns - batch.values)[mask].var(unbiased=False)
     scores = batch.scores + batch.turn_rewards.sum(1)
     stats = {
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(unbiased=False)),
-        "objective/kl": float(log_ratio.sum(1).mean()),  # nats per response
+        "objective/kl": float(kl.sum(1).mean()),  # nats per response
         "objective/kl_coef": progress.kl_coef,
         "objective/rlhf_reward": float(rewards.sum(1).mean()),
-        "objective/non_score_reward": float(-progress.kl_coef * log_ratio.sum(1).mean()),
+        "objective/non_score_reward": float(-progress.kl_coef * kl.sum(1).mean()),
         "objective/entropy": float(batch.entropy[mask].mean()),  # nats per token
         "response_length/mean": float(length.mean()),
         "response_length/max": float(length.max()),

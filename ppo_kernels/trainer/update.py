@@ -6,17 +6,16 @@ tokens of the whole minibatch, so that the sum of all gradients is the minibatch
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ppo_kernels.trainer import mix, seeds
 from ppo_kernels.trainer.algo import Algorithm, Metrics
 from ppo_kernels.trainer.config import Config, OptimConfig
-from ppo_kernels.trainer.models import Roles
+from ppo_kernels.trainer.models import Roles, autocast
 from ppo_kernels.trainer.ranks import Ranks, reshard, synchronised, whole
 from ppo_kernels.trainer.rollout import Trajectory, response_values
 
@@ -78,7 +77,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-class Pass(NamedTuple):
+class Setting(NamedTuple):
     """What an update needs besides the batch."""
 
     config: Config
@@ -89,15 +88,12 @@ class Pass(NamedTuple):
     filler: int  # the padding id
     ranks: Ranks
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.config.train.bf16)
-
 
 def update(
     batch: Trajectory,
     advantages: torch.Tensor,  # [B, T], and so is `returns`
     returns: torch.Tensor,
-    setting: Pass,
+    setting: Setting,
     number: int,
     stream: int,
     clip: float,
@@ -162,7 +158,7 @@ def minibatch_gradients(
     advantages: torch.Tensor,
     returns: torch.Tensor,
     rows: torch.Tensor,  # of the whole batch
-    setting: Pass,
+    setting: Setting,
     clip: float,
     step: int,
     stream: int,
@@ -177,7 +173,7 @@ def minibatch_gradients(
     def ppo(index: torch.Tensor) -> None:
         piece = batch.rows(index)
         width = piece.mask.shape[1]
-        with setting.autocast():
+        with autocast(config, ranks):
             values = response_values(roles.critic_module, piece.ids, piece.attention, width)
             loss, logprobs, metrics = setting.algorithm.loss(
                 roles.actor, piece.ids, piece.attention, piece.logprobs, advantages[index, :width], piece.mask,
@@ -193,10 +189,10 @@ def minibatch_gradients(
 
         def run() -> None:
             mine = list(ranks.share(chosen))
-            with setting.autocast():
+            with autocast(config, ranks):
                 loss = mix.negative_log_likelihood(roles.actor, mine, setting.filler, ranks.device) / count
             (source.coef * loss).backward()
-            extra[f"{source.name}_loss"] = float(loss)
+            extra[f"{source.name}_loss"] = float(loss.detach())
 
         return run
 
@@ -226,7 +222,7 @@ def microbatches(batch: Trajectory, rows: torch.Tensor, config: Config, ranks: R
 
     All ranks get equally many pieces, or one would wait for another forever; each knows the others' rows.
     """
-    lengths = batch.attention.sum(1)
+    lengths = batch.attention.sum(1).cpu()
     cuts = [_pieces(rows[rank :: ranks.size], lengths, config) for rank in range(ranks.size)]
     most = max(map(len, cuts))
     mine = cuts[ranks.rank]

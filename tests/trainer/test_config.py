@@ -51,6 +51,11 @@ def test_minibatches_that_do_not_divide_name_the_nearest_that_do() -> None:
     assert "the 128 sequences of" in line
 
 
+def test_settings_that_contradict_each_other_say_so() -> None:
+    assert "must start above 0" in problems("kl.target=6", "kl.coef=0")[0]
+    assert "must hold ppo.clip=0.2" in problems("ppo.clip_target_kl=0.1", "ppo.clip_bounds=[0.3,0.4]")[0]
+
+
 def test_a_section_that_is_absent_by_default_has_names_too() -> None:
     assert "demo.sft.steps" in names()
     assert len(names()) == len(set(names()))
@@ -87,3 +92,9 @@ def test_the_command_exits_2_and_prints_every_problem(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().err
     assert "ppo.clp" in printed
     assert "kl.coef" in printed
+
+
+def test_the_defaults_are_the_papers() -> None:
+    config = load([])
+    assert (config.ppo.gamma, config.ppo.lam, config.optim.eps) == (1.0, 0.95, 1e-5)
+    assert (config.kl.estimator, config.kl.horizon, config.optim.schedule) == ("k1", 10_000, "linear")

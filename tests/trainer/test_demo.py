@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_kernels.trainer import cli
 from ppo_kernels.trainer.config import Config
-from ppo_kernels.trainer.run import new_folder
+from ppo_kernels.trainer.folder import new_folder
 from ppo_kernels.trainer.settings import SMOKE, load
 
 QUICK = [
@@ -50,6 +50,7 @@ def test_every_file_is_there(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
     assert names >= {"config.yaml", "env.json", "metrics.jsonl", "events.log", "samples.jsonl", "summary.json"}
     assert (finished / "report.html").stat().st_size > 20_000
+    assert [path.name for path in sorted((finished / "samples").iterdir())] == [f"{i:06d}.jsonl" for i in range(3)]
     assert list((finished / "tb").glob("events.out.tfevents.*"))
 
 

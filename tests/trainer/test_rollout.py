@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from ppo_kernels.trainer import seeds
 from ppo_kernels.trainer.algo import ALGORITHMS
-from ppo_kernels.trainer.data import pad
+from ppo_kernels.trainer.data import Rows, pad
+from ppo_kernels.trainer.evaluate import evaluate, load_metric, measures
+from ppo_kernels.trainer.log import Log
 from ppo_kernels.trainer.models import assert_no_dropout, scalar_from
 from ppo_kernels.trainer.movies import BOS, EOS, PAD
 from ppo_kernels.trainer.pretrain import new_language_model
@@ -21,8 +24,11 @@ from ppo_kernels.trainer.rollout import (
     score,
     sequence_scores,
 )
+from ppo_kernels.trainer.run import make_task
+from ppo_kernels.trainer.stop import Signals
 
 from .conftest import World
+from .test_peer_defects import task
 
 PROMPTS = [[BOS, 40, 41], [BOS, 50, 51, 52, 53, 54], [BOS, EOS, 60, 61]]
 
@@ -178,3 +184,24 @@ def test_dropout_is_refused(world: World) -> None:
     model.config.attention_dropout = 0.1
     with pytest.raises(ValueError, match="attention_dropout"):
         assert_no_dropout(model)
+
+
+def test_an_evaluation_gives_the_same_answers_for_the_same_weights(world: World) -> None:
+    given = task(world, "eval.metric=vader")._replace(metric=load_metric("vader"))
+    first, again = (evaluate(given, world.heldout[:12], "heldout") for _ in range(2))
+    assert first == again
+    assert len(first.texts) == len(first.rewards) == 12
+    assert set(first.estimates) == set(measures(given.config))
+    for estimate in first.estimates.values():
+        assert estimate.low <= estimate.mean <= estimate.high
+    assert evaluate(given, world.heldout[:12], "train").texts != first.texts
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(world: World, tmp_path: Path) -> None:
+    rows = Rows([{"prompt": "the film"}, {"prompt": "the film " * 30}], [{"prompt": "her song"}])
+    log = Log(tmp_path, "", [], tensorboard=False, silent=False)
+    config = world.config.model_copy(update={"data": world.config.data.model_copy(update={"max_prompt": 20})})
+    with Signals() as signals, log:
+        given = make_task(config, world.ranks, rows, world.tokenizer, world.roles, signals, log)
+    assert given.train == rows.train[:1]
+    assert "1 prompts of more than data.max_prompt=20 tokens left out" in (tmp_path / "events.log").read_text()

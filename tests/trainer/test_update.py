@@ -14,7 +14,7 @@ from ppo_kernels.trainer.settings import SMOKE, load
 from ppo_kernels.trainer.update import (
     Diverged,
     Optimizers,
-    Pass,
+    Setting,
     merge,
     microbatches,
     minibatch_gradients,
@@ -48,9 +48,9 @@ def rollout(world: World, count: int = 16) -> Batch:
     return trajectory, noise[0], trajectory.values + noise[1]
 
 
-def setting(world: World, config: Config) -> Pass:
+def setting(world: World, config: Config) -> Setting:
     optimizers = Optimizers(world.roles.actor.model, world.roles.critic, config.optim)
-    return Pass(config, world.roles, optimizers, ALGORITHMS[config.train.loss], [], 0, world.ranks)
+    return Setting(config, world.roles, optimizers, ALGORITHMS[config.train.loss], [], 0, world.ranks)
 
 
 def minibatch(world: World, batch: Batch, config: Config) -> Metrics:
