@@ -1,7 +1,7 @@
 """Guess the number: conversations with an environment, learned by a model that is made here.
 
     pip install 'ppo_kernels[train]'
-    python examples/guess_the_number.py            # about two minutes on 2 CPU cores; --seed, --updates, --out
+    python examples/guess_the_number.py            # a minute and a half of one CPU core; --seed, --updates, --out
 
 The prompt names a range, "3 to 9". Each turn the model says a number, and the environment, which holds a secret one,
 answers "higher" or "lower". A hit is worth 1, every miss before it costs 0.2; after four misses the game is lost.
@@ -9,6 +9,14 @@ answers "higher" or "lower". A hit is worth 1, every miss before it costs 0.2; a
 The model has 83,000 parameters. It first reads games of players who guess at random, to learn how one talks; then
 `ppo_kernels.trainer` makes it win. It is judged on ranges it never played.
 
+Hits within 3 and within 4 guesses there (`--seed 1` prints the first column). The settings were chosen on seeds 1 to 4
+and by these same games, so seed 5 is the fair one:
+
+    seed              1       2       3       4       5     chance   eliminating   binary search
+    3, before PPO   33.7%   34.8%   33.7%   32.6%   34.5%   38.5%
+    3, after        81.8%   81.8%   78.8%   87.1%   80.7%              69.0%          93.9%
+    4, before PPO   41.7%   44.3%   40.9%   41.3%   41.3%   47.5%
+    4, after        97.3%   98.1%   95.5%   97.7%   92.8%              88.7%         100.0%
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from ppo_kernels.trainer.evaluate import bootstrap
 LARGEST, TURNS = 10, 4
 WORDS = ["<eos>", "to", "higher", "lower", *map(str, range(1, LARGEST + 1))]
 HELD_OUT = [(1, 7), (2, 10), (3, 8), (4, 10), (6, 9)]  # ranges; all others of four numbers or more are trained on
-COPIES = 8  # of each held-out game: the model's guesses differ
+COPIES = 8  # of each held-out game: the model draws other guesses
 
 
 class Game:
@@ -122,7 +130,7 @@ def by_elimination(n: int, turns: int) -> float:
 
 def by_halving(n: int, turns: int) -> float:
     """The same for binary search, which nothing beats: of n numbers it finds 2^turns - 1 in time."""
-    return min(n, 2**turns - 1) / n
+    return min(n, (1 << turns) - 1) / n
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -137,9 +145,10 @@ def configuration(folder: Path, seed: int, updates: int, samples: int) -> Config
         data={"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl"),
               "environment": f"{Path(__file__).resolve()}:Game", "max_turns": TURNS},
         rollout={"prompts": 128, "max_new_tokens": 2, "microbatch": 512},
-        ppo={"epochs": 2, "minibatches": 4, "microbatch": 128, "value_clip": None, "entropy_coef": 0.003},
+        ppo={"epochs": 2, "minibatches": 4, "microbatch": 128, "value_clip": None, "entropy_coef": 0.003,
+             "target_kl_stop": 0.05},  # without this and the warm-up, a run may unlearn how to say a number
         kl={"coef": 0.0},  # the model may go as far from random guesses as it likes
-        optim={"actor_lr": 2e-3, "critic_lr": 4e-3},
+        optim={"actor_lr": 2e-3, "critic_lr": 3e-3, "warmup": 5},
         train={"updates": updates, "threads": 1},  # so small a model gains nothing from more
         save={"every": 50},
         eval={"every": 25, "prompts": samples, "curve_prompts": samples, "samples": samples},
@@ -179,16 +188,18 @@ def report(run: Path, heldout: list[dict[str, Any]]) -> None:
         moment: np.array([guesses(sample[moment], row) for row, sample in zip(heldout, samples, strict=True)])
         for moment in ("before", "after")
     }
-    print(f"\nhits within k guesses, {len(heldout)} games on ranges never trained on; bootstrap 95% intervals")
+    sizes = [row["range"][1] - row["range"][0] + 1 for row in games(HELD_OUT)]
+    print(f"\nhits within k guesses: {COPIES} times {len(sizes)} such games; 95% intervals, bootstrap over games")
     print("  k   chance   before PPO          after PPO           eliminating   binary search")
     for k in range(1, TURNS + 1):
-        measured = [bootstrap((counts[moment] <= k).astype(float)) for moment in ("before", "after")]
-        bounds = [
-            sum(of(row["range"][1] - row["range"][0] + 1, k) for row in heldout) / len(heldout)
-            for of in (by_chance, by_elimination, by_halving)
-        ]
-        cells = [f"{x.mean:6.1%} [{x.low:5.1%}, {x.high:6.1%}]" for x in measured]
-        print(f"  {k}   {bounds[0]:6.1%}   {cells[0]}   {cells[1]}   {bounds[1]:6.1%}   {bounds[2]:6.1%}")
+        chance, eliminating, halving = (
+            f"{sum(of(n, k) for n in sizes) / len(sizes):6.1%}" for of in (by_chance, by_elimination, by_halving)
+        )
+        before, after = (
+            "{:6.1%} [{:5.1%}, {:6.1%}]".format(*bootstrap((counts[moment] <= k).reshape(COPIES, -1).mean(0)))
+            for moment in ("before", "after")
+        )
+        print(f"  {k}   {chance}   {before}   {after}   {eliminating}        {halving}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str = ""  # a .jsonl file, or a built-in task: movies, toy, arithmetic, guess
+    train: str = ""  # a .jsonl file, or a built-in task: movies, toy, arithmetic
     heldout: str | None = None  # a .jsonl file; null: rows split off from `train`, never trained on
     heldout_rows: int = Field(256, ge=2)  # how many are split off
     prompt_key: str = "prompt"
@@ -44,7 +44,7 @@ class RewardConfig(Section):
     model_weight: float = 1.0
     function: str | None = None  # file.py:name, or a built-in task's own: "task"
     function_weight: float = 1.0
-    clip: float | None = Field(None, gt=0)  # scores are cut to [-clip, clip]
+    clip: float | None = Field(None, gt=0)  # scores are cut to [-clip, clip]; rewards of single turns are left alone
     normalize: Literal["none", "batch", "running", "start"] = "none"  # start: as the untrained actor's (N+10)
     missing_eos: Literal["subtract", "replace"] = "subtract"  # N+14
     missing_eos_value: float = 0.0  # what is subtracted from the score of a response that never ended, or the score
@@ -62,7 +62,7 @@ class PPOConfig(Section):
     epochs: int = Field(2, ge=1)
     minibatches: int = Field(2, ge=1)
     microbatch: int = Field(32, ge=1)
-    max_tokens: int | None = Field(None, ge=1)  # a microbatch also holds at most this many tokens, padding included
+    max_tokens: int | None = Field(None, ge=1)  # a microbatch of several rows has at most this many, padding included
     clip: float = Field(0.2, gt=0)
     clip_target_kl: float | None = Field(None, gt=0)  # nats per token: the clip range follows the measured KL
     clip_bounds: tuple[float, float] = (0.05, 0.4)
@@ -111,7 +111,7 @@ class TrainConfig(Section):
     bf16: bool = False  # autocast; weights and optimizer stay in fp32
     gradient_checkpointing: bool = False
     deterministic: bool = False  # on a GPU, for a resume to the bit; a CPU is deterministic as it is
-    threads: int | None = Field(None, ge=1)  # null: all cores
+    threads: int | None = Field(None, ge=1)  # null: PyTorch's choice, all cores; torchrun's is one
 
 
 class SaveConfig(Section):

@@ -60,7 +60,7 @@ def load_rows(config: DataConfig, prompt_words: int = 3) -> Rows:
     if not train or not heldout:
         raise DataError(
             f"data.train={config.train}: {len(train)} training and {len(heldout)} held-out rows; "
-            f"data.heldout_rows={config.heldout_rows} leaves too little"
+            f"data.heldout_rows={config.heldout_rows} leaves too little; try {max((len(train) + len(heldout)) // 5, 2)}"
         )
     return Rows(train, heldout)
 
@@ -68,19 +68,7 @@ def load_rows(config: DataConfig, prompt_words: int = 3) -> Rows:
 def read_rows(path: Path, prompt_key: str = "prompt") -> list[Row]:
     """The rows of a .jsonl file, their prompt under "prompt"; raises DataError naming the line."""
     rows = []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would cut at U+2028, inside a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: expected an object, found a {type(row).__name__}")
+    for number, row in read_objects(path):
         if "turns" in row:
             turns = row["turns"]
             if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
@@ -94,6 +82,30 @@ def read_rows(path: Path, prompt_key: str = "prompt") -> list[Row]:
             raise DataError(f"{path}, line {number}: a prompt is a text, or a list of messages with role and content")
         rows.append(row)
     return rows
+
+
+def read_objects(path: Path) -> list[tuple[int, Row]]:
+    """(line number, JSON object) of a .jsonl file, empty lines left out; raises DataError naming the line."""
+    rows = []
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: expected an object, found a {type(row).__name__}")
+        rows.append((number, row))
+    return rows
+
+
+def read_lines(path: Path) -> list[str]:
+    """splitlines() would cut at U+2028 too, inside a text."""
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def _is_prompt(prompt: Any) -> bool:
@@ -131,10 +143,18 @@ class Text:
     Attributes:
         pad: the id that fills up rows. It may equal EOS: masks are carried along, nothing is told from ids (N+2).
         eos: the ids that end a response.
+        room: the positions that the models have, or None.
     """
 
-    def __init__(self, tokenizer: Any, config: DataConfig, generation_eos: int | list[int] | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: DataConfig,
+        generation_eos: int | list[int] | None = None,
+        vocabulary: int | None = None,
+        room: int | None = None,
+    ) -> None:
+        self.tokenizer, self.room = tokenizer, room
         ids = generation_eos if generation_eos is not None else tokenizer.eos_token_id
         ids = [ids] if isinstance(ids, int) else list(ids or [])
         if tokenizer.eos_token_id is not None:
@@ -142,7 +162,9 @@ class Text:
         if not ids:
             raise DataError("the tokenizer has no EOS token: a response could never end")
         self.eos = tuple(dict.fromkeys(ids))
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos[0]
+        padding = tokenizer.pad_token_id  # some add one to the tokenizer and not to the model
+        known = padding is not None and (vocabulary is None or padding < vocabulary)
+        self.pad = padding if known else self.eos[0]
         self.templated = config.chat_template == "auto" and getattr(tokenizer, "chat_template", None) is not None
 
     def prompt(self, row: Row) -> list[int]:
@@ -164,16 +186,27 @@ class Text:
         """
         if not self._templates(row):
             return self.ids(text)
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        messages.append({"role": "user", "content": text})
-        whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        _, found, rest = whole.partition(MARK)
-        if not found:
-            raise DataError("the chat template leaves out what an assistant said: it cannot hold a conversation")
-        ids = self.ids(rest)
+        ids = self._after_an_answer([{"role": "user", "content": text}])
         before = list(itertools.takewhile(lambda token: token not in self.eos, ids))
         closed = ended and len(before) < len(ids) and not self.tokenizer.decode(before).strip()
         return ids[len(before) + 1 :] if closed else ids
+
+    def ending(self, row: Row) -> int:
+        """The id that ends an answer: the chat template's, else the tokenizer's."""
+        if self._templates(row):
+            for token in self._after_an_answer([]):
+                if token in self.eos:
+                    return token
+        own = self.tokenizer.eos_token_id
+        return own if own is not None else self.eos[0]
+
+    def _after_an_answer(self, more: list[Any]) -> list[int]:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *more]
+        whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=bool(more))
+        _, found, rest = whole.partition(MARK)
+        if not found:
+            raise DataError("the chat template leaves out what an assistant said: it cannot hold a conversation")
+        return self.ids(rest)
 
     def _templates(self, row: Row) -> bool:
         return self.templated and isinstance(row["prompt"], list)

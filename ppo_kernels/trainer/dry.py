@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
-from transformers import AutoTokenizer
 
 from ppo_kernels.trainer.checkpoint import Progress
 from ppo_kernels.trainer.config import Config
 from ppo_kernels.trainer.data import load_rows
 from ppo_kernels.trainer.log import Log, Stage
 from ppo_kernels.trainer.loop import ppo_update
-from ppo_kernels.trainer.models import load_roles
+from ppo_kernels.trainer.models import load_roles, load_tokenizer
 from ppo_kernels.trainer.ranks import Ranks
 from ppo_kernels.trainer.rewards import RewardFunction
 from ppo_kernels.trainer.run import make_task
@@ -33,7 +32,7 @@ def dry_task(config: Config, ranks: Ranks, reward_function: RewardFunction | Non
         Log(Path(folder), "check", [Stage("check", 1)], tensorboard=False, silent=True) as log,
     ):
         roles = load_roles(config, ranks)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.actor)
+        tokenizer = load_tokenizer(config.model.actor)
         yield make_task(config, ranks, load_rows(config.data), tokenizer, roles, signals, log, reward_function)
 
 

@@ -33,7 +33,8 @@ class Estimate(NamedTuple):
 class Evaluation(NamedTuple):
     estimates: dict[str, Estimate]  # one for each of `measures`
     texts: list[str]  # the whole conversation
-    rewards: list[float]
+    rewards: list[float]  # what the rows are judged by: score and turn rewards
+    scores: list[float]  # without the turn rewards
 
     def flat(self, prefix: str) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -49,7 +50,9 @@ def measures(config: Config) -> dict[str, Measure]:
         "reward": Measure(
             "Learned reward" if config.reward.model or demo else "Reward",
             "{:+.3f}",
-            "a model of human ratings, scaled to [−1, 1]; what PPO maximises" if demo else "what PPO maximises",
+            "a model of human ratings, scaled to [−1, 1]; what PPO maximises"
+            if demo
+            else "what PPO maximises, before clipping, normalising and penalties",
         )
     }
     if config.eval.metric == "vader":
@@ -100,6 +103,7 @@ def evaluate(task: Task, rows: list[Row], name: str) -> Evaluation:
     length = trajectory.mask.sum(1)
     texts = [task.text.decode(ids[keep]) for ids, keep in zip(trajectory.ids, trajectory.attention, strict=True)]
     columns = {"reward": (trajectory.scores + trajectory.turn_rewards.sum(1)).double().tolist()}
+    scores = ranks.gather(trajectory.scores.tolist())[:count]
     if task.metric is not None:
         given = [
             {"prompt": row["prompt"], "response": turns[-1], "responses": turns, "row": row, "text": text}
@@ -115,4 +119,4 @@ def evaluate(task: Task, rows: list[Row], name: str) -> Evaluation:
     }
     columns = {name: ranks.gather(column)[:count] for name, column in columns.items()}
     estimates = {name: bootstrap(np.asarray(column)) for name, column in columns.items()}
-    return Evaluation(estimates, ranks.gather(texts)[:count], columns["reward"])
+    return Evaluation(estimates, ranks.gather(texts)[:count], columns["reward"], scores)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ppo_kernels.trainer import preflight
@@ -30,10 +33,15 @@ def launch(
     say about it. `check`: one update on a plan that is shown, nothing saved."""
     joined = dist.is_initialized()
     found: Path | str = folder or Path(config.out) / config.name
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(config.train.deterministic)
     ranks = start(config.train.device, config.train.threads)
     try:
         given, config = config, with_directories(config, ranks)
-        problems = ranks.gather(preflight.problems(config, ranks.size, reward_function) if ranks.main else [])
+        with ranks.together("the check of the configuration"):
+            problems = preflight.problems(config, ranks.size, reward_function) if ranks.main else []
+        problems = ranks.gather(problems)
         problems += ranks.gather(obstacles(given, folder) if ranks.main and folder is not None else [])
         if problems:
             return 2, problems if ranks.main else []
@@ -43,7 +51,8 @@ def launch(
         found = _folder(given, folder, ranks)
         if isinstance(found, str):
             return 2, [found] if ranks.main else []
-        summary = execute(config, found, ranks, reward_function, None if folder is None else given)
+        with _undone(found, ranks.main and folder is None):
+            summary = execute(config, found, ranks, reward_function, None if folder is None else given)
         if ranks.main:
             with contextlib.suppress(OSError):  # the run is complete, whoever reads this
                 show(summary, found)
@@ -72,6 +81,18 @@ def launch(
         if dist.is_initialized() and not joined:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _undone(place: Path, new: bool) -> Iterator[None]:
+    """A run that fails before it has measured anything leaves no folder: once corrected it can have its name."""
+    try:
+        yield
+    except Exception as error:
+        begun = any((place / name).exists() for name in ("before.json", "start", "checkpoints"))
+        if new and not begun and not isinstance(error, Stop) and not no_room(error):
+            shutil.rmtree(place, ignore_errors=True)
+        raise
 
 
 def with_directories(config: Config, ranks: Ranks) -> Config:

@@ -40,8 +40,9 @@ def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[
         part = score(samples, mine, roles, task.reward_function, algorithm, task.text, config, ranks)
     batch = Trajectory(*(field.to(ranks.device) for field in gather(part, task.text.pad, ranks)))
     faults.point("update:sampled")
-    if not all(bool(field.isfinite().all()) for field in batch if field.is_floating_point()):
-        raise Diverged("a log-prob, a value or a score of the rollout is not finite", batch)
+    for name, field in batch._asdict().items():
+        if not bool(field.isfinite().all()):
+            raise Diverged(f"{name} of the rollout are not finite", batch)
 
     # 2. the reward of a token is its KL penalty; the last one also gets the score, clipped and normalised
     scores, moments = finish(batch.scores, batch.has_eos, config.reward, progress.moments)
@@ -50,6 +51,7 @@ def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[
     rewards = batch.turn_rewards + algorithm.token_rewards(
         scores, *policies, kl_coef=progress.kl_coef, kl_estimator=config.kl.estimator
     )
+    total = float(rewards.sum(1).mean())
     if config.ppo.whiten_rewards:
         rewards = algorithm.whiten(rewards, batch.mask, shift_mean=False)
 
@@ -65,13 +67,14 @@ def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[
     faults.point("update:trained")
 
     # 5. adapt the KL coefficient and the clip range to what was measured
-    stats = summarize(batch, kl, rewards, returns, progress, metrics)
+    stats = summarize(batch, kl, total, returns, progress, metrics)
     kl_coef = progress.kl_coef
-    if config.kl.target is not None:
+    warm = number >= config.optim.critic_warmup  # before that the actor does not move: there is nothing to adapt to
+    if config.kl.target is not None and warm:
         kl_coef = AdaptiveKLController(kl_coef, config.kl.target, config.kl.horizon).update(
             stats["objective/kl"], len(rows)
         )
-    clip = adapted_clip(progress.clip, metrics["approx_kl_k3"], config)
+    clip = adapted_clip(progress.clip, metrics["approx_kl_k3"], config) if warm else progress.clip
     seconds = time.perf_counter() - started
     stats |= {"lr": lr, "time/update": seconds, "time/generate": generated - started}
     after = Progress(**{**vars(progress), "update": number + 1, "kl_coef": kl_coef, "clip": clip, "moments": moments,

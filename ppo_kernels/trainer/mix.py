@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from ppo_kernels import logprobs_from_hidden
 from ppo_kernels.trainer import seeds
 from ppo_kernels.trainer.config import MixConfig
-from ppo_kernels.trainer.data import Text, pad, read_rows
+from ppo_kernels.trainer.data import Text, pad, read_lines, read_objects, read_rows
 from ppo_kernels.trainer.fetch import DataError
 from ppo_kernels.trainer.models import Policy
 
@@ -27,19 +26,22 @@ class Source(NamedTuple):
     examples: list[Example]
 
 
-def load_sources(config: MixConfig, text: Text) -> list[Source]:
+def load_sources(config: MixConfig, text: Text, prompt_key: str = "prompt") -> list[Source]:
     """The sources that the configuration names. Raises DataError."""
     sources = []
     if config.ptx:
-        examples = [_cut(text.tokenizer(line)["input_ids"], 1, text, config) for line in _texts(Path(config.ptx))]
+        ending = text.ending({"prompt": ""})
+        lines = [text.tokenizer(line)["input_ids"] for line in _texts(Path(config.ptx))]
+        examples = [_cut(ids, 1, ending, text, config) for ids in lines]
         sources.append(Source("ptx", config.ptx_coef, [x for x in examples if len(x.ids) > x.start]))
     if config.sft:
         examples = []
-        for row in read_rows(Path(config.sft)):
+        for row in read_rows(Path(config.sft), prompt_key):
             if not isinstance(row.get("response"), str):
                 raise DataError(f"{config.sft}: every row needs a response, a text")
             prompt = text.prompt(row)
-            examples.append(_cut(prompt + text.ids(row["response"]), len(prompt), text, config))
+            ids = prompt + text.ids(row["response"])
+            examples.append(_cut(ids, len(prompt), text.ending(row), text, config))
         sources.append(Source("sft", config.sft_coef, [x for x in examples if len(x.ids) > x.start]))
     for source in sources:
         if not source.examples:
@@ -47,19 +49,19 @@ def load_sources(config: MixConfig, text: Text) -> list[Source]:
     return sources
 
 
-def _cut(ids: list[int], start: int, text: Text, config: MixConfig) -> Example:
+def _cut(ids: list[int], start: int, ending: int, text: Text, config: MixConfig) -> Example:
     """EOS at the end if it fits: a text cut short has not ended."""
-    ids = ids if ids and ids[-1] in text.eos else [*ids, text.eos[0]]
+    ids = ids if ids and ids[-1] in text.eos else [*ids, ending]
     return Example(ids[: config.max_tokens], start)
 
 
 def _texts(path: Path) -> list[str]:
     if path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [row for _, row in read_objects(path)]
         if not all(isinstance(row, dict) and isinstance(row.get("text"), str) for row in rows):
             raise DataError(f"{path}: every row needs a text")
         return [row["text"] for row in rows]
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in read_lines(path) if line.strip()]
 
 
 def pick(source: Source, count: int, step: int, stream: int, seed: int) -> list[Example]:

@@ -12,10 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DynamicCache,
+)
 
 from ppo_kernels.integrations.transformers import patch_lm_head
 from ppo_kernels.trainer.config import Config
+from ppo_kernels.trainer.fetch import DataError
 from ppo_kernels.trainer.ranks import Ranks, distribute, reshard, whole
 
 
@@ -67,6 +74,11 @@ class Scalar(nn.Module):
 
     def __init__(self, classifier: Any) -> None:
         super().__init__()
+        if not hasattr(classifier, "score"):
+            raise DataError(
+                f"{type(classifier).__name__} has no head called score that can be read at every token, as the "
+                "classifiers on causal language models of transformers have"
+            )
         self.classifier = classifier
 
     def forward(self, ids: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
@@ -130,11 +142,30 @@ def assemble(config: Config, ranks: Ranks, actor: Any, reference: Any, critic: S
 
 
 def load_language_model(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, config=without_dropout(folder), dtype=torch.float32)
 
 
 def load_scalar(folder: str) -> Scalar:
-    return Scalar(AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32))
+    config = without_dropout(folder)
+    return Scalar(AutoModelForSequenceClassification.from_pretrained(folder, config=config, dtype=torch.float32))
+
+
+def without_dropout(folder: str) -> Any:
+    """The configuration of a model with every dropout at 0 (N+12)."""
+    config = AutoConfig.from_pretrained(folder)
+    for name, value in vars(config).items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def load_tokenizer(folder: str) -> Any:
+    """Raises DataError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"model.actor={folder}: no tokenizer can be loaded from it: {reason}") from error
 
 
 def scalar_from(language_model: Any, generator: torch.Generator | None = None) -> Scalar:
@@ -142,7 +173,13 @@ def scalar_from(language_model: Any, generator: torch.Generator | None = None) -
     `generator` (N+9, a reward model)."""
     config = copy.deepcopy(language_model.config)
     config.num_labels = 1
-    classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    try:
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise DataError(
+            f"transformers has no sequence classifier for a {type(language_model).__name__}: name one of another kind "
+            "that reads the same tokens, model.critic=DIRECTORY"
+        ) from error
     classifier.base_model.load_state_dict(language_model.base_model.state_dict())
     weight = classifier.score.weight
     if generator is None:

@@ -78,7 +78,8 @@ def check_run(config: Config, ranks: Ranks, reward_function: RewardFunction | No
                 print(f"{size / MIB:12,.0f} MiB  {what}")
             if config.train.loss == "linear":
                 vocabulary = task.roles.actor.base.config.get_text_config().vocab_size
-                logits = 4 * vocabulary * min(config.ppo.microbatch, config.sequences) * longest
+                rows_at_once = min(config.ppo.microbatch, config.sequences // config.ppo.minibatches // ranks.size)
+                logits = 4 * vocabulary * rows_at_once * longest
                 print(f"{logits / MIB:12,.0f} MiB  not needed: the fp32 logits of a microbatch (train.loss=linear)")
         stats = dry_update(task)
     if not ranks.main:

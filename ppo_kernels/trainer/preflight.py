@@ -93,6 +93,8 @@ def _models(config: Config, given_reward: bool) -> list[str]:
         path = Path(folder) / "config.json"
         if not path.is_file():
             found.append(f"{key}={folder}: not a model directory, {path.name} is missing{_similar(Path(folder))}")
+            if folder.count("/") == 1 and not Path(folder).parent.exists():
+                found[-1] += "; names on a model hub are not fetched here: download it first"
             continue
         try:
             settings = json.loads(path.read_text())
@@ -112,12 +114,15 @@ def _models(config: Config, given_reward: bool) -> list[str]:
         f"{key}: a vocabulary of {size} tokens, the actor's has {vocabularies['model.actor']}: all models read the "
         "same token ids"
         for key, size in vocabularies.items()
-        if "model.actor" in vocabularies and size != vocabularies["model.actor"]
+        if size is not None and size < (vocabularies.get("model.actor") or 0)
     ]
     if config.model.critic == "reward" and config.reward.model is None:
         found.append("model.critic=reward needs reward.model; try model.critic=actor")
     if not (config.reward.model or config.reward.function or given_reward or config.data.environment):
         found.append("reward.model, reward.function or data.environment: something must give a reward")
+    scored = config.reward.model or config.reward.function or given_reward
+    if not scored and (config.reward.clip is not None or config.reward.normalize != "none"):
+        found.append("reward.clip and reward.normalize are about scores; an environment's rewards are left alone")
     return found
 
 
@@ -166,10 +171,9 @@ def _plugins(config: Config, reward_function: Any) -> list[str]:
             found.append(str(error) if str(error).startswith(key) else f"{key}={error}")
     if config.data.environment:
         try:
-            world = rewards.load_plugin(config.data.environment)(two[0])
-            rewards.step(world, "")
-        except Exception as error:
-            found.append(f"data.environment={config.data.environment}: {error}")
+            rewards.step(rewards.begin(rewards.load_plugin(config.data.environment), two[0]), "")
+        except PluginError as error:
+            found.append(str(error) if str(error).startswith("data.environment") else f"data.environment={error}")
     return found
 
 

@@ -65,10 +65,6 @@ class Ranks(NamedTuple):
         if problems:
             raise RankError(f"{what} failed on another rank: {problems[0]}")
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
 
 def start(device: str, threads: int | None) -> Ranks:
     """Joins the group that torchrun's environment describes, or one that exists; one process without either."""

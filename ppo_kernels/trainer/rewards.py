@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,13 +34,17 @@ def load_plugin(spec: str) -> Any:
         raise PluginError(f"{spec}: expected file.py:name")
     if not Path(path).is_file():
         raise PluginError(f"{spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"ppo_train_plugin_{Path(path).stem}", path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look there
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:  # so that it can import what lies beside it
+        sys.path.append(folder)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{spec}: importing {path} raised {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
         known = ", ".join(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
@@ -115,8 +120,13 @@ class Moments(NamedTuple):
         return Moments(total, self.mean + delta * n / total, deviations + delta * delta * self.number * n / total)
 
     def standardize(self, x: torch.Tensor) -> torch.Tensor:
+        """Equal scores so far are only centred."""
         deviation = math.sqrt(self.deviations / self.number) if self.number else 1.0
-        return (x - self.mean) / max(deviation, 1e-6)
+        return (x - self.mean) / (deviation if deviation > 1e-6 else 1.0)
+
+
+def clipped(scores: torch.Tensor, config: RewardConfig) -> torch.Tensor:
+    return scores if config.clip is None else scores.clamp(-config.clip, config.clip)
 
 
 def finish(
@@ -126,8 +136,7 @@ def finish(
     moments: Moments,
 ) -> tuple[torch.Tensor, Moments]:
     """Clipped, then normalised, then the penalty of a response that never ended (N+14); and the moments after."""
-    if config.clip is not None:
-        scores = scores.clamp(-config.clip, config.clip)
+    scores = clipped(scores, config)
     if config.normalize == "running":
         moments = moments.add(scores)
     if config.normalize != "none":

@@ -69,7 +69,10 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Ancestral sampling without top-k or top-p (N+4). A token of probability 0 is never drawn. From logits that are not
     finite the last token is: there must be one, and its log-prob ends the update.
     """
-    cumulative = torch.softmax(logits.float(), -1).cumsum(-1)
+    probabilities = torch.softmax(logits.float(), -1)
+    if probabilities.is_cuda and torch.are_deterministic_algorithms_enabled():  # CUDA's cumsum of floats is not
+        probabilities = probabilities.cpu()
+    cumulative = probabilities.cumsum(-1).to(logits.device)
     total = cumulative[:, -1]
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point[:, None], right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
@@ -162,6 +165,9 @@ def converse(
                 rewarded[i][len(after[i]) - 1] = reward
                 if reply is not None and turn + 1 < config.data.max_turns:
                     said = text.reply(reply, rows[i], ended[i])
+                    longest = len(prompts[i]) + len(after[i]) + len(said) + config.rollout.max_new_tokens
+                    if text.room is not None and longest > text.room:
+                        continue  # the next turn does not fit: the conversation ends here
                     after[i] += said
                     written[i] += [False] * len(said)
                     going.append(i)

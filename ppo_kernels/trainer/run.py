@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
 from ppo_kernels.trainer import faults, mix, rewards
 from ppo_kernels.trainer.algo import ALGORITHMS
@@ -23,10 +22,10 @@ from ppo_kernels.trainer.fetch import DataError
 from ppo_kernels.trainer.folder import go_on, locked
 from ppo_kernels.trainer.log import Log, Stage
 from ppo_kernels.trainer.loop import ppo
-from ppo_kernels.trainer.models import Roles, load_roles, parameters, plain_directory
+from ppo_kernels.trainer.models import Roles, load_roles, load_tokenizer, parameters, plain_directory
 from ppo_kernels.trainer.ranks import Ranks
 from ppo_kernels.trainer.report import write_report
-from ppo_kernels.trainer.rewards import Moments
+from ppo_kernels.trainer.rewards import Moments, clipped
 from ppo_kernels.trainer.stop import Signals
 from ppo_kernels.trainer.task import Task
 from ppo_kernels.trainer.update import Diverged, Optimizers
@@ -50,7 +49,6 @@ def execute(
     `resumed`: the configuration as it was given, of a run that was begun before.
     """
     transformers.utils.logging.disable_progress_bar()  # one progress display is enough
-    torch.use_deterministic_algorithms(config.train.deterministic)
     stages = [Stage("text", 6), Stage("SFT", 100), Stage("reward model", 40)] if config.demo else [Stage("models", 5)]
     stages += [Stage(*stage) for stage in STAGES]
     with contextlib.ExitStack() as stack:
@@ -75,7 +73,7 @@ def execute(
             roles = load_roles(config, ranks)
             counts = f"{len(rows.train)} training and {len(rows.heldout)} held-out prompts"
             log.end(f"{parameters(roles.actor.model):,} parameters, {counts}")
-        tokenizer = AutoTokenizer.from_pretrained(config.model.actor)
+        tokenizer = load_tokenizer(config.model.actor)
         task = make_task(config, ranks, rows, tokenizer, roles, signals, log, reward_function)
         return train(task, folder, log, signals, facts)
 
@@ -88,8 +86,16 @@ def make_task(
     reward_function: rewards.RewardFunction | None = None,
 ) -> Task:  # fmt: skip
     """`reward_function` instead of reward.function. Raises DataError."""
-    generation = getattr(roles.actor.base, "generation_config", None)
-    text = Text(tokenizer, config.data, getattr(generation, "eos_token_id", None))
+    base = roles.actor.base
+    generation = getattr(base, "generation_config", None)
+    models = (base, roles.critic.classifier, getattr(roles.reward, "classifier", None))
+    text = Text(
+        tokenizer,
+        config.data,
+        getattr(generation, "eos_token_id", None),
+        vocabulary=base.get_input_embeddings().weight.shape[0],
+        room=min(filter(None, map(_positions, models)), default=None),
+    )
     kept = [[row for row in part if len(text.prompt(row)) <= config.data.max_prompt] for part in rows]
     dropped = sum(map(len, rows)) - sum(map(len, kept))
     if dropped:
@@ -97,19 +103,23 @@ def make_task(
     if not all(kept):
         raise DataError(f"no prompt has at most data.max_prompt={config.data.max_prompt} tokens")
     longest = max(len(text.prompt(row)) for part in kept for row in part) + config.rollout.max_new_tokens
-    room = getattr(roles.actor.base.config, "max_position_embeddings", None)
-    if room is not None and longest > room:
+    if text.room is not None and longest > text.room:
         raise DataError(
-            f"prompt and response take up to {longest} tokens, the actor has {room} positions: lower "
+            f"prompt and response take up to {longest} tokens, the models have {text.room} positions: lower "
             "data.max_prompt or rollout.max_new_tokens"
         )
     return Task(
         config, ranks, text, kept[0], kept[1], roles,
         reward_function or rewards.reward_function(config.reward, config.data.train),
         rewards.load_plugin(config.data.environment) if config.data.environment else None,
-        load_metric(config.eval.metric), mix.load_sources(config.mix, text), ALGORITHMS[config.train.loss],
+        load_metric(config.eval.metric), mix.load_sources(config.mix, text, config.data.prompt_key),
+        ALGORITHMS[config.train.loss],
         (lambda: signals.check(ranks)) if ranks.size == 1 else (lambda: None),
     )  # fmt: skip
+
+
+def _positions(model: Any) -> int | None:
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
     if progress is None:
         progress = Progress(kl_coef=config.kl.coef, clip=config.ppo.clip, heldout=curve_point(task, 0, folder, log))
         if config.reward.normalize == "start":  # N+10
-            progress.moments = Moments().add(torch.tensor(first["train"]["rewards"]))
+            progress.moments = Moments().add(clipped(torch.tensor(first["train"]["scores"]), config.reward))
         if not checkpoints.save(progress, roles, optimizers):
             raise OSError(28, "the first checkpoint could not be written, so nothing could be resumed")
     else:
@@ -187,7 +197,7 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
             raise NoCheckpoint(f"{folder / 'checkpoints'} holds no checkpoint to go back to")
         restored.kl_coef *= config.guard.raise_kl ** (stream - restored.stream)
         restored.stream, saved = stream, restored.update
-        restored.skips, restored.seconds = 0, progress.seconds
+        restored.skips, restored.seconds, restored.best = 0, progress.seconds, progress.best
         log.cut(restored.update)
         log.note(
             f"update {progress.update + 1} diverged: {diverged}; back to update {restored.update} with other samples "

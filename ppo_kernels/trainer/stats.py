@@ -14,7 +14,7 @@ from ppo_kernels.trainer.rollout import Trajectory
 def summarize(
     batch: Trajectory,
     kl: torch.Tensor,  # [B, T], by the penalty's own estimator (N+15)
-    rewards: torch.Tensor,  # [B, T]
+    total: float,  # mean sum of a response's rewards
     returns: torch.Tensor,  # [B, T]
     progress: Progress,
     metrics: dict[str, float],
@@ -28,7 +28,7 @@ def summarize(
         "objective/scores_std": float(scores.std(unbiased=False)),
         "objective/kl": float(kl.sum(1).mean()),  # nats per response
         "objective/kl_coef": progress.kl_coef,
-        "objective/rlhf_reward": float(rewards.sum(1).mean()),
+        "objective/rlhf_reward": total,
         "objective/non_score_reward": float(-progress.kl_coef * kl.sum(1).mean()),
         "objective/entropy": float(batch.entropy[mask].mean()),  # nats per token
         "response_length/mean": float(length.mean()),

@@ -106,7 +106,7 @@ def update(
     config, optimizers = setting.config, setting.optimizers
     parts: list[Metrics] = []
     norms: list[tuple[float, float]] = []
-    skipped = 0
+    skipped = taken = 0
     names = ("critic",) if number < config.optim.critic_warmup else ("actor", "critic")
     stopped = False
     for rows in minibatches(len(batch.mask), config.ppo.epochs, config.ppo.minibatches, config.seed, stream, number):
@@ -121,7 +121,7 @@ def update(
             skipped, skips = skipped + 1, skips + 1
         elif not stopped:
             optimizers.step(*names)
-            skips = 0
+            taken, skips = taken + 1, 0
         optimizers.clear()
         if skips >= config.guard.max_skips:
             raise Diverged(f"{skips} optimizer steps in a row left out: {problem}", batch)
@@ -135,7 +135,7 @@ def update(
         "first_logprob_drift": parts[0]["logprob_drift"],
         "grad_norm_actor": sum(norm[0] for norm in norms) / len(norms),
         "grad_norm_critic": sum(norm[1] for norm in norms) / len(norms),
-        "optimizer_steps": len(norms) - skipped - stopped,
+        "optimizer_steps": taken,
         "skipped_steps": skipped,
         "skips": skips,
         "stopped_early": float(stopped),
@@ -222,8 +222,9 @@ def microbatches(batch: Trajectory, rows: torch.Tensor, config: Config, ranks: R
 
     All ranks get equally many pieces, or one would wait for another forever; each knows the others' rows.
     """
-    lengths = batch.attention.sum(1).cpu()
-    cuts = [_pieces(rows[rank :: ranks.size], lengths, config) for rank in range(ranks.size)]
+    width = batch.mask.shape[1]
+    parts = batch.attention[:, :-width].sum(1).cpu(), batch.attention[:, -width:].sum(1).cpu()
+    cuts = [_pieces(rows[rank :: ranks.size], *parts, config) for rank in range(ranks.size)]
     most = max(map(len, cuts))
     mine = cuts[ranks.rank]
     while len(mine) < most:
@@ -233,18 +234,22 @@ def microbatches(batch: Trajectory, rows: torch.Tensor, config: Config, ranks: R
     return mine
 
 
-def _pieces(rows: torch.Tensor, lengths: torch.Tensor, config: Config) -> list[torch.Tensor]:
+def _pieces(rows: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, config: Config) -> list[torch.Tensor]:
+    """The longest prompt and the longest response of a piece make its width: one is padded left, the other right."""
     limit = config.ppo.max_tokens
     if limit is None:
         return list(rows.split(config.ppo.microbatch))
-    order = rows[lengths[rows].argsort(stable=True)].tolist()
-    pieces: list[list[int]] = [[]]
-    for row in order:  # ascending: this row is the longest of its piece
-        if (pieces[-1] and (len(pieces[-1]) + 1) * int(lengths[row]) > limit) or len(
-            pieces[-1]
-        ) == config.ppo.microbatch:
-            pieces.append([])
-        pieces[-1].append(row)
+    pieces: list[list[int]] = []
+    widest = [0, 0]
+    for row in rows[(prompts + responses)[rows].argsort(stable=True)].tolist():
+        here = [int(prompts[row]), int(responses[row])]
+        together = [max(pair) for pair in zip(widest, here, strict=True)]
+        if pieces and len(pieces[-1]) < config.ppo.microbatch and (len(pieces[-1]) + 1) * sum(together) <= limit:
+            pieces[-1].append(row)
+            widest = together
+        else:
+            pieces.append([row])
+            widest = here
     return [torch.tensor(piece) for piece in pieces]
 
 

@@ -24,7 +24,7 @@ class Watch:
              "and training do not compute the same thing (rollout.temperature, dropout, train.bf16)"),
             (s["objective/kl"] < -0.5,
              f"KL to the reference is {s['objective/kl']:.2f} nats, below 0: sampling and scoring disagree, or "
-             "kl.estimator=k1 is too noisy for rollout.prompts; try kl.estimator=k3"),
+             "the estimate is noisy: raise rollout.prompts"),
             (s["objective/kl"] > max(4 * (self.config.kl.target or 25.0), 1.0),
              f"KL runs away: {s['objective/kl']:.1f} nats per response; raise kl.coef={s['objective/kl_coef']:.3g}, or "
              "set kl.target"),

@@ -47,8 +47,7 @@ def finite(folder: Path) -> bool:
 
 def test_a_bad_batch_is_not_learnt_and_the_run_takes_another_way(bad: Bad, finished: Trial) -> None:
     assert (
-        "update 3 diverged: a log-prob, a value or a score of the rollout is not finite; back to update 2 with other "
-        "samples and kl.coef 0.08"
+        "update 3 diverged: scores of the rollout are not finite; back to update 2 with other samples and kl.coef 0.08"
     ) in bad.trial.events()
     rows, undisturbed = bad.trial.rows(), finished.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -104,7 +103,7 @@ def test_bad_forever_it_gives_up_and_keeps_the_batch(what: str, trial: Trial, ex
     ended = trial.begin(MISCHIEF=f"4+:{what}")
     assert ended.code == 3
     kept = trial.folder / "diverged_000001.pt"
-    assert f"update 1 diverged (a log-prob, a value or a score of the rollout is not finite) after 2 rollbacks; its " \
+    assert f"update 1 diverged (scores of the rollout are not finite) after 2 rollbacks; its " \
         f"batch is in {kept}" in ended.err  # fmt: skip
     assert [line.rpartition("kl.coef ")[2] for line in trial.events().splitlines() if "back to" in line] == [
         "0.08", "0.16"

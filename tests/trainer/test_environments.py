@@ -138,10 +138,10 @@ def test_a_row_with_turns_asks_them_in_order_whatever_the_answers(world: World, 
 
 
 @pytest.mark.parametrize("turns", [[], "one", [1], None, [["a"]]])
-def test_turns_that_are_no_texts_are_told_by_line(tmp_path: Path, turns: Any) -> None:
+def test_turns_that_are_no_texts_are_told_with_their_place(tmp_path: Path, turns: Any) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"turns": turns}) + "\n")
-    with pytest.raises(DataError, match=r"rows.jsonl, line 1: turns must be a list of texts"):
+    with pytest.raises(DataError, match=r"rows.jsonl, (line|row) 1: turns must be a list of texts"):
         read_rows(file)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ppo_kernels.trainer import mix
 from ppo_kernels.trainer.config import MixConfig
+from ppo_kernels.trainer.data import Text
 from ppo_kernels.trainer.fetch import DataError
 from ppo_kernels.trainer.mix import Example, Source, load_sources, negative_log_likelihood, pick
 from ppo_kernels.trainer.movies import BOS, EOS
@@ -90,3 +91,19 @@ def test_a_source_that_gives_nothing_is_an_error(world: World, tmp_path: Path) -
         load_sources(MixConfig(ptx=str(empty)), world.text)
     with pytest.raises(DataError, match="needs a response"):
         load_sources(MixConfig(sft=str(bad)), world.text)
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+
+
+def test_an_answer_ends_as_the_template_ends_it_not_with_the_first_of_several_eos(world: World, tmp_path: Path) -> None:
+    """generation_config lists <|end_of_text|> before <|eot_id|>: an SFT pair must teach the latter."""
+    pairs, texts = tmp_path / "pairs.jsonl", tmp_path / "ptx.jsonl"
+    row = {"question": [{"role": "user", "content": "the film"}], "response": " was good"}
+    pairs.write_text(json.dumps(row) + "\n")
+    texts.write_text(json.dumps({"text": "the film\u2028was good"}, ensure_ascii=False) + "\n")
+    world.tokenizer.chat_template = TEMPLATE
+    text = Text(world.tokenizer, world.config.data, [77, EOS])
+    assert text.eos[0] == 77
+    ptx, sft = load_sources(MixConfig(ptx=str(texts), sft=str(pairs)), text, prompt_key="question")
+    assert [x.ids[-1] for x in (*ptx.examples, *sft.examples)] == [EOS, EOS]

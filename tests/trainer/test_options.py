@@ -11,7 +11,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from ppo_kernels.trainer import cli, train
 from ppo_kernels.trainer.settings import load
@@ -108,6 +114,51 @@ def test_what_adapts_is_logged_and_bounded(quick: dict[str, Any]) -> None:
     _, found = run(quick, "name=adapt", *options, "ppo.clip_bounds=[0.1,0.4]")
     assert [row["policy/clip_range"] for row in found] == pytest.approx([0.2, 0.2 / 1.5, 0.1, 0.1])
     assert len({row["objective/kl_coef"] for row in found}) == 4
+
+
+def test_nothing_adapts_while_the_actor_does_not_move(quick: dict[str, Any]) -> None:
+    options = ["ppo.clip_target_kl=0.01", "kl.target=1", "kl.horizon=10", "optim.critic_warmup=3"]
+    _, found = run(quick, "name=warm", *options)
+    assert {(row["policy/clip_range"], row["objective/kl_coef"]) for row in found} == {(0.2, 0.04)}
+
+
+def test_scores_are_normalised_as_the_untrained_actors_clipped_ones(quick: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "far.py"
+    file.write_text("def score(samples): return [1000.0 if i == 0 else i % 2 for i, _ in enumerate(samples)]\n")
+    options = [f"reward.function={file}:score", "reward.normalize=start", "reward.clip=1", "kl.coef=0"]
+    folder, found = run(quick, "name=start", *options, "train.updates=1")
+    clipped = torch.tensor(json.loads((folder / "before.json").read_text())["train"]["scores"]).clamp(-1, 1)
+    scores = torch.tensor([1.0, 1, 0, 1, 0, 1, 0, 1])  # of the 8 samples, the first cut to 1
+    expected = ((scores - clipped.mean()) / clipped.std(unbiased=False)).mean()
+    assert found[0]["objective/rlhf_reward"] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_model_with_dropout_and_a_padding_id_of_its_own_trains(quick: dict[str, Any], tmp_path: Path) -> None:
+    """A stock GPT-2, and a padding token that was added to the tokenizer alone."""
+    tokenizer = AutoTokenizer.from_pretrained(quick["model"]["actor"])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == len(tokenizer) - 1
+    config = GPT2Config(vocab_size=len(tokenizer) - 1, n_embd=16, n_layer=1, n_head=2, eos_token_id=2)
+    assert config.attn_pdrop > 0
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    _, found = run(quick, "name=gpt2", f"model.actor={tmp_path / 'gpt2'}", "train.updates=2")
+    assert all(row["val/first_logprob_drift"] < 1e-5 for row in found)
+
+
+def test_a_run_that_fails_before_it_measures_leaves_no_folder(
+    quick: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(quick["model"]["actor"], bare, ignore=shutil.ignore_patterns("token*"))
+    for overrides, message in (
+        ([f"model.actor={bare}"], "no tokenizer can be loaded"),
+        (["data.max_prompt=1"], "no prompt has at most"),
+        (["rollout.max_new_tokens=400"], "positions: lower"),
+    ):
+        assert train(load(overrides, quick)) == 1
+        assert message in capsys.readouterr().err
+        assert not (Path(quick["out"]) / "quick").exists()
 
 
 def test_texts_beside_ppo_are_learned(quick: dict[str, Any], tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_equal_scores_do_not_divide_by_zero() -> None:
     assert scores.tolist() == [0.0] * 4
 
 
+def test_equal_scores_so_far_are_only_centred() -> None:
+    """An environment alone: every score is 0, and a division by 1e-6 made a million of a difference of 1."""
+    scores, _ = finish(SCORES, EOS, RewardConfig(normalize="start"), Moments().add(torch.full((3,), 2.0)))
+    assert scores.tolist() == [0.0, -3.0, -1.5, 7.0]
+
+
 def test_one_huge_score_does_not_lose_the_running_mean() -> None:
     moments = Moments().add(torch.tensor([1e8, 1e8 + 1]))
     assert moments.mean == pytest.approx(1e8 + 0.5)
@@ -127,3 +133,16 @@ def test_a_task_without_a_reward_of_its_own_says_so() -> None:
     assert rewards.reward_function(config, "arithmetic") is not None
     with pytest.raises(PluginError, match="no reward of its own"):
         rewards.reward_function(config, "movies")
+
+
+def test_a_plugin_may_hold_dataclasses_and_import_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("WORD = 'e'\n")
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport beside_it\n"
+        "@dataclass\nclass Judge:\n    word: str = beside_it.WORD\n    def __call__(self, samples): return []\n"
+    )
+    assert load_plugin(f"{file}:Judge")().word == "e"
+    file.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(PluginError, match="SystemExit"):
+        load_plugin(f"{file}:Judge")

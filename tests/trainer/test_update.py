@@ -84,14 +84,24 @@ def test_a_microbatch_never_changes_the_gradient(world: World, limit: str, backe
         assert float((expected - actual).norm() / expected.norm()) < 1e-6
 
 
-def test_a_token_budget_holds_and_keeps_every_row(world: World) -> None:
+def test_a_token_budget_holds_with_padding_and_keeps_every_row(world: World) -> None:
     trajectory, *_ = rollout(world)
     rows = torch.arange(16)
     for budget in (24, 40, 100):
-        pieces = microbatches(trajectory, rows, load([f"ppo.max_tokens={budget}"]), world.ranks)
+        pieces = microbatches(trajectory, rows, make(f"ppo.max_tokens={budget}"), world.ranks)
         assert sorted(torch.cat(pieces).tolist()) == rows.tolist()
         for piece in pieces:
-            assert len(piece) == 1 or len(piece) * int(trajectory.attention[piece].sum(1).max()) <= budget
+            assert len(piece) == 1 or trajectory.rows(piece).ids.numel() <= budget
+
+
+def test_a_long_prompt_and_a_long_response_do_not_share_a_microbatch(world: World) -> None:
+    """One is padded left, the other right: together they are as wide as both."""
+    trajectory, *_ = rollout(world, count=2)
+    attention, mask = torch.zeros(2, 200, dtype=torch.bool), torch.zeros(2, 100, dtype=torch.bool)
+    attention[0, :110] = attention[1, 90:] = mask[0, :10] = mask[1] = True
+    wide = trajectory._replace(ids=torch.zeros(2, 200, dtype=torch.int64), attention=attention, mask=mask)
+    sizes = [len(x) for x in microbatches(wide, torch.arange(2), make("ppo.max_tokens=220"), world.ranks)]
+    assert sizes == [1, 1]
 
 
 @pytest.mark.parametrize("budget", ["null", "24", "60"])
@@ -222,6 +232,13 @@ def test_an_update_stops_when_it_has_moved_far_enough(world: World) -> None:
     result = run(world, batch, make("ppo.epochs=5", "ppo.target_kl_stop=1e-4", "optim.actor_lr=1e-3"))
     assert result["stopped_early"] == 1
     assert 0 < result["optimizer_steps"] < 10
+
+
+def test_a_step_that_explodes_and_passes_the_kl_limit_counts_once(world: World) -> None:
+    trajectory, advantages, returns = rollout(world)
+    advantages[:] = float("nan")
+    result = run(world, (moved(trajectory), advantages, returns), make("ppo.target_kl_stop=1e-9"))
+    assert (result["optimizer_steps"], result["skipped_steps"], result["stopped_early"]) == (0, 1, 1)
 
 
 def test_the_clip_range_follows_the_measured_kl() -> None:
