@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -159,7 +160,7 @@ class Log:
         """Something worth saying: always in events.log, on screen the first three times; `loud`: on stderr."""
         text = " ".join(text.split())  # an event is a line
         self._events.write(f"{self.elapsed():.1f}\t{text}\n".encode())
-        kind = text[:24]
+        kind = re.sub(r"[\d.,%+-]+", "", text)[:40]  # the same remark with another number is the same remark
         self._seen_notes[kind] = self._seen_notes.get(kind, 0) + 1
         if loud and not self.silent:
             say(f"ppo-train: {text}", sys.stderr)

