@@ -306,7 +306,8 @@ def test_a_run_that_goes_on_shows_its_curves_and_says_so(tmp_path: Path) -> None
     folder = made(tmp_path / "run", 7, finished=False, train__updates=40, eval__metric="judge.py:politeness")
     found = report(folder)
     assert "Update 7 of 40: this run is still going on, or was stopped." in found.text
-    assert "Reward on held-out prompts what PPO maximises +0.000 → +0.600" in found.text
+    meaning = "what PPO maximises, before clipping, normalising and penalties"
+    assert f"Reward on held-out prompts {meaning} +0.000 → +0.600" in found.text
     assert "politeness on held-out prompts" in found.text
     assert "held-out, before" not in found.text
     assert "Critic" in found.figures
