@@ -96,20 +96,23 @@ def make_task(
         vocabulary=base.get_input_embeddings().weight.shape[0],
         room=min(filter(None, map(_positions, models)), default=None),
     )
-    kept = [[row for row in part if len(text.prompt(row)) <= config.data.max_prompt] for part in rows]
-    dropped = sum(map(len, rows)) - sum(map(len, kept))
+    limit = config.data.max_prompt
+    measured = [[(len(text.prompt(row)), row) for row in part] for part in rows]
+    kept = [[(length, row) for length, row in part if length <= limit] for part in measured]
+    dropped = sum(map(len, measured)) - sum(map(len, kept))
     if dropped:
-        log.note(f"{dropped} prompts of more than data.max_prompt={config.data.max_prompt} tokens left out")
+        log.note(f"{dropped} prompts of more than data.max_prompt={limit} tokens left out")
     if not all(kept):
-        raise DataError(f"no prompt has at most data.max_prompt={config.data.max_prompt} tokens")
-    longest = max(len(text.prompt(row)) for part in kept for row in part) + config.rollout.max_new_tokens
+        raise DataError(f"no prompt has at most data.max_prompt={limit} tokens")
+    longest = max(length for part in kept for length, _ in part) + config.rollout.max_new_tokens
+    train, heldout = ([row for _, row in part] for part in kept)
     if text.room is not None and longest > text.room:
         raise DataError(
             f"prompt and response take up to {longest} tokens, the models have {text.room} positions: lower "
             "data.max_prompt or rollout.max_new_tokens"
         )
     return Task(
-        config, ranks, text, kept[0], kept[1], roles,
+        config, ranks, text, train, heldout, roles,
         reward_function or rewards.reward_function(config.reward, config.data.train),
         rewards.load_plugin(config.data.environment) if config.data.environment else None,
         load_metric(config.eval.metric), mix.load_sources(config.mix, text, config.data.prompt_key),
