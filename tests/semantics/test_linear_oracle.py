@@ -1,7 +1,8 @@
 """What the test_linear_* files compare with: hidden @ weight.T + bias in float64 under the oracle of logits.
 
-The same product made by F.linear in the inputs' own dtype is what plain PyTorch reaches: the bar where the rounding of
-the product, or of its inputs, decides. Only the product differs; softmax, loss and their gradients are the oracle's.
+The same product made by F.linear in the inputs' own dtype is what plain PyTorch reaches: it sets the bar where the
+rounding of the product, or of its inputs, decides. Only the product differs; softmax, loss and their gradients are the
+oracle's.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def distance(got: Any, want: Any) -> float:
 
 def assert_grads(got: Grads, want: Grads, plain: Grads, dtype: torch.dtype, scale: float = 1.0) -> None:
     """Frobenius error. fp32: 2e-6 of the gradient, or twice what fp32 products lose, or, where the terms of a sum
-    cancel, two roundings of theirs. bf16, fp16: the error of plain PyTorch.
+    cancel, two roundings of theirs. bf16, fp16: twice the error of plain PyTorch, for a single draw may be lucky;
+    test_linear_precision.py holds the mean of many draws to it.
 
     scale: what the oracle's gradients are multiplied by.
     """
@@ -169,7 +171,7 @@ def assert_grads(got: Grads, want: Grads, plain: Grads, dtype: torch.dtype, scal
         bar = {
             torch.float64: 1e-12 * size + 4e-16 * terms,
             torch.float32: max(2e-6 * size, 2 * reached, 2.4e-7 * terms),
-        }.get(dtype, 1.1 * reached + 2e-6 * size)
+        }.get(dtype, 2 * reached + 2e-6 * size)
         assert error <= bar, f"{name}: error {error:.3g} > {bar:.3g} of {size:.3g}, plain PyTorch {reached:.3g}"
 
 

