@@ -25,6 +25,7 @@ MARK = "\ue000"  # a private-use character: no tokenizer or template gives it a 
 class Rows(NamedTuple):
     train: list[Row]
     heldout: list[Row]
+    shared: int = 0  # training rows that were left out because their prompt is held out
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -56,13 +57,13 @@ def load_rows(config: DataConfig, prompt_words: int = 3) -> Rows:
     unknown = [row for row in train if prompt_of(row) not in known]
     if train and not unknown:
         raise DataError(f"data.train={config.train}: every training prompt is also a held-out one; make them differ")
-    train = unknown[: config.limit]
+    shared, train = len(train) - len(unknown), unknown[: config.limit]
     if not train or not heldout:
         raise DataError(
             f"data.train={config.train}: {len(train)} training and {len(heldout)} held-out rows; "
             f"data.heldout_rows={config.heldout_rows} leaves too little; try {max((len(train) + len(heldout)) // 5, 2)}"
         )
-    return Rows(train, heldout)
+    return Rows(train, heldout, shared)
 
 
 def read_rows(path: Path, prompt_key: str = "prompt") -> list[Row]:

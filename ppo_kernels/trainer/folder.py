@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,10 +22,11 @@ import ppo_kernels
 from ppo_kernels.trainer import faults
 from ppo_kernels.trainer.checkpoint import NoCheckpoint, newest_first, update_of
 from ppo_kernels.trainer.config import Config
-from ppo_kernels.trainer.disk import read_json, write_whole
+from ppo_kernels.trainer.disk import read_json, sha256, write_whole
 from ppo_kernels.trainer.settings import ConfigError, another_run, flat, load, read_file
 
 DECISIVE = ("torch", "transformers", "cpu", "gpu", "threads", "backend")  # what rounding depends on
+FILES = ("data.train", "data.heldout", "data.environment", "reward.function", "eval.metric", "mix.ptx", "mix.sft")
 
 
 def new_folder(out: Path, name: str, numbered: bool = False) -> Path:
@@ -41,7 +43,7 @@ def new_folder(out: Path, name: str, numbered: bool = False) -> Path:
 
 def begin(config: Config, folder: Path) -> None:
     """What a new run's folder holds first."""
-    write_whole(folder / "env.json", json.dumps(environment(), indent=1))
+    write_whole(folder / "env.json", json.dumps(environment() | {"files": input_files(config)}, indent=1))
     write_config(config, folder)
     faults.point("run:folder")
 
@@ -82,6 +84,13 @@ def environment() -> dict[str, Any]:
     }
 
 
+def input_files(config: Config) -> dict[str, str]:
+    """sha256 of the files that the configuration names, by key."""
+    values = flat(config.model_dump())
+    paths = {key: Path(re.sub(r"(\.py):\w+$", r"\1", str(values[key]))) for key in FILES}
+    return {key: sha256(path) for key, path in paths.items() if path.is_file()}
+
+
 def obstacles(config: Config, folder: Path) -> list[str]:
     """Why the run in the folder cannot go on with this configuration; empty if it can."""
     try:
@@ -114,6 +123,12 @@ def go_on(config: Config, folder: Path) -> list[str]:
         said.append(f"from here on {', '.join(changed)}")
     began, now = read_json(folder / "env.json") or {}, environment()
     others = [f"{key} {now[key]} (was {began[key]})" for key in DECISIVE if key in began and now[key] != began[key]]
+    files = input_files(config)
+    others += [
+        f"{key}={given[key]} has changed"
+        for key, digest in began.get("files", {}).items()
+        if files.get(key) != digest and given[key] == saved.get(key)
+    ]
     if others:
         said.append(f"not to the bit what it would have been: {', '.join(others)}")
     return said

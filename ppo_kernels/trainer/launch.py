@@ -64,7 +64,8 @@ def launch(
     except (DataError, ModuleNotFoundError) as error:
         return 1, [str(error)]
     except PluginError as error:
-        return 2, [str(error)]
+        saved = (Path(found) / "checkpoints").exists()
+        return 2, [f"{error}; once mended, go on with ppo-train --resume {found}" if saved else str(error)]
     except Failed as error:
         return 3, [str(error)] if ranks.main else []
     except NoCheckpoint as error:

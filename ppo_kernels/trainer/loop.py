@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from ppo_kernels import AdaptiveKLController
 from ppo_kernels.trainer import faults
@@ -15,14 +16,19 @@ from ppo_kernels.trainer.log import Log
 from ppo_kernels.trainer.rewards import finish
 from ppo_kernels.trainer.rollout import Trajectory, converse, gather, score
 from ppo_kernels.trainer.stats import step_line, summarize
-from ppo_kernels.trainer.stop import Stop
 from ppo_kernels.trainer.task import Task
 from ppo_kernels.trainer.update import Diverged, Optimizers, Setting, update
 from ppo_kernels.trainer.watch import Watch
 
 
-def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[dict[str, float], Progress]:
-    """One update: trains the actor and the critic in place. Returns its numbers and the progress after it."""
+def ppo_update(
+    task: Task, progress: Progress, optimizers: Optimizers, broken_off: Callable[[], None] = lambda: None
+) -> tuple[dict[str, float], Progress]:
+    """One update: trains the actor and the critic in place. Returns its numbers and the progress after it.
+
+    `broken_off` is called, on every rank, before an error that came while sampling and scoring is raised: nothing was
+    trained yet.
+    """
     config, ranks, roles, algorithm = task.config, task.ranks, task.roles, task.algorithm
     number, stream, started = progress.update, progress.stream, time.perf_counter()
     lr = optimizers.schedule(number, config.train.updates)
@@ -32,12 +38,16 @@ def ppo_update(task: Task, progress: Progress, optimizers: Optimizers) -> tuple[
     keys: list[tuple[int | str, ...]] = [("sample", config.seed, stream, number, i) for i in range(len(rows))]
     mine = list(ranks.share(rows))
     roles.train(False)
-    with ranks.together("a rollout"):
-        samples = converse(
-            roles.actor, mine, list(ranks.share(keys)), task.text, task.environment, config, ranks, task.between
-        )
-        generated = time.perf_counter()
-        part = score(samples, mine, roles, task.reward_function, algorithm, task.text, config, ranks)
+    try:
+        with ranks.together("a rollout"):
+            samples = converse(
+                roles.actor, mine, list(ranks.share(keys)), task.text, task.environment, config, ranks, task.between
+            )
+            generated = time.perf_counter()
+            part = score(samples, mine, roles, task.reward_function, algorithm, task.text, config, ranks)
+    except Exception:
+        broken_off()
+        raise
     batch = Trajectory(*(field.to(ranks.device) for field in gather(part, task.text.pad, ranks)))
     faults.point("update:sampled")
     for name, field in batch._asdict().items():
@@ -96,21 +106,19 @@ def ppo(
     optimizers: Optimizers,
     log: Log,
     evaluate: Callable[[int], dict[str, float]],  # of an update number -> held-out metrics for the log
-    save: Callable[[Progress], None],
+    save: Callable[..., None],  # of a progress, if that is due; or now=True
     roll_back: Callable[[Progress, Diverged], Progress],
+    earlier: Iterable[dict[str, float]] = (),  # the numbers of the updates before this process
 ) -> Progress:
     """Trains until config.train.updates; returns the progress at the end."""
-    config, watch = task.config, Watch(task.config)
+    config, watch = task.config, Watch(task.config, earlier)
     while progress.update < config.train.updates:
         started = time.perf_counter()
         try:
-            stats, progress = ppo_update(task, progress, optimizers)
+            stats, progress = ppo_update(task, progress, optimizers, partial(save, progress, now=True))
         except Diverged as diverged:
             progress = roll_back(progress, diverged)
             continue
-        except Stop:  # while sampling: nothing was trained since the last update
-            save(progress)
-            raise
         number = progress.update
         if number % config.eval.every == 0 or number == config.train.updates:
             progress.heldout = evaluate(number)

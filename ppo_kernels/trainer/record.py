@@ -62,8 +62,8 @@ def read(folder: Path) -> Run:
         settings = flat(tree)
     except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise NoRun(f"{folder} is no run: config.yaml is not a configuration") from error
-    rows = [row for row in _rows(folder / "metrics.jsonl") if not math.isnan(number(row.get("step")))]
-    updates = [row for row in rows if row.get("stage") == "ppo"]
+    written = [row for row in rows(folder / "metrics.jsonl") if not math.isnan(number(row.get("step")))]
+    updates = [row for row in written if row.get("stage") == "ppo"]
     summary = _summary(folder, updates[-1]["step"] if updates else 0)
     environment = _json(folder / "env.json")
     return Run(
@@ -74,8 +74,8 @@ def read(folder: Path) -> Run:
         summary["measures"] if summary else _measures(tree),
         summary,
         updates,
-        [row for row in rows if row.get("stage") != "ppo"],
-        [row for row in _rows(folder / "samples.jsonl") if isinstance(row.get("prompt"), str)],
+        [row for row in written if row.get("stage") != "ppo"],
+        [row for row in rows(folder / "samples.jsonl") if isinstance(row.get("prompt"), str)],
         [text for _, tab, text in (line.partition("\t") for line in _text(folder / "events.log").splitlines()) if tab],
     )
 
@@ -94,7 +94,7 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _rows(path: Path) -> Rows:
+def rows(path: Path) -> Rows:
     """Of a .jsonl file, without those that are no objects: a kill leaves half a line."""
     found = []
     for line in _text(path).split("\n"):

@@ -24,6 +24,7 @@ from ppo_kernels.trainer.log import Log, Stage
 from ppo_kernels.trainer.loop import ppo
 from ppo_kernels.trainer.models import Roles, load_roles, load_tokenizer, parameters, plain_directory
 from ppo_kernels.trainer.ranks import Ranks
+from ppo_kernels.trainer.record import rows as written_rows
 from ppo_kernels.trainer.report import write_report
 from ppo_kernels.trainer.rewards import Moments, clipped
 from ppo_kernels.trainer.stop import Signals
@@ -97,11 +98,13 @@ def make_task(
         room=min(filter(None, map(_positions, models)), default=None),
     )
     limit = config.data.max_prompt
-    measured = [[(len(text.prompt(row)), row) for row in part] for part in rows]
+    measured = [[(len(text.prompt(row)), row) for row in part] for part in (rows.train, rows.heldout)]
     kept = [[(length, row) for length, row in part if length <= limit] for part in measured]
     dropped = sum(map(len, measured)) - sum(map(len, kept))
     if dropped:
         log.note(f"{dropped} prompts of more than data.max_prompt={limit} tokens left out")
+    if rows.shared:
+        log.note(f"{rows.shared} training prompts left out: they are held out")
     if not all(kept):
         raise DataError(f"no prompt has at most data.max_prompt={limit} tokens")
     longest = max(length for part in kept for length, _ in part) + config.rollout.max_new_tokens
@@ -159,7 +162,7 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
 
     saved = progress.update
 
-    def save(progress: Progress) -> None:
+    def save(progress: Progress, now: bool = False) -> None:
         nonlocal saved
         if progress.update == saved:
             return
@@ -171,7 +174,7 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
         if better and (not config.save.best or checkpoints.save_best(folder / "best", roles)):
             progress.best = reward
         progress.due = progress.update % config.save.every == 0 and not progress.skips
-        if progress.due or done or asked:
+        if progress.due or done or asked or now:
             log.sync()
             if checkpoints.save(progress, roles, optimizers):
                 saved = progress.update
@@ -210,8 +213,9 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
         return restored
 
     log.begin("PPO", config.train.updates)
+    earlier = [row for row in written_rows(folder / "metrics.jsonl") if row.get("stage") == "ppo"]
     progress = ppo(
-        task, progress, optimizers, log, lambda update: curve_point(task, update, folder, log), save, roll_back
+        task, progress, optimizers, log, lambda update: curve_point(task, update, folder, log), save, roll_back, earlier
     )
     log.end()
 

@@ -150,6 +150,8 @@ def explosion(metrics: Metrics, norms: tuple[float, float], config: Config) -> s
         return f"the gradient norm is {norms[0]} (actor), {norms[1]} (critic)"
     if metrics["ratio_max"] > config.guard.max_ratio:
         return f"a token's ratio is {metrics['ratio_max']:.3g}, above guard.max_ratio={config.guard.max_ratio:g}"
+    if metrics["approx_kl_k3"] > config.guard.max_kl:  # every ratio near 0: the policy left what it had sampled
+        return f"the KL since the rollout is {metrics['approx_kl_k3']:.3g}, above guard.max_kl={config.guard.max_kl:g}"
     return ""
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+
 from ppo_kernels.trainer.config import Config
 
 Stats = dict[str, float]
 
 
 class Watch:
-    """Called with the numbers of each update in turn; returns what is worth saying, nothing when all is well."""
+    """Called with the numbers of each update in turn; returns what is worth saying, nothing when all is well.
 
-    def __init__(self, config: Config) -> None:
+    `earlier`: the numbers of the updates before, about which all has been said; a row may be of another version.
+    """
+
+    def __init__(self, config: Config, earlier: Iterable[Stats] = ()) -> None:
         self.config = config
         self.first: Stats | None = None
         self.evaluations: list[tuple[float, float]] = []  # held-out reward and independent metric
         self.evaluated_at = -1.0
+        for stats in earlier:
+            with contextlib.suppress(KeyError, TypeError):
+                self(stats)
 
     def __call__(self, s: Stats) -> list[str]:
         first = self.first = self.first or s
@@ -43,8 +52,9 @@ class Watch:
              f"the critic explains {s['critic/explained_var']:.2f} of the returns' variance, less than a constant "
              "would: set optim.critic_warmup, or raise optim.critic_lr"),
             (s["skipped_steps"] > 0,
-             f"{s['skipped_steps']:.0f} optimizer steps left out: not finite, or a ratio above guard.max_ratio="
-             f"{self.config.guard.max_ratio:g}; lower optim.actor_lr"),
+             f"{s['skipped_steps']:.0f} optimizer steps left out: not finite, a ratio above guard.max_ratio="
+             f"{self.config.guard.max_ratio:g}, or a KL above guard.max_kl={self.config.guard.max_kl:g}; "
+             "lower optim.actor_lr"),
         ]  # fmt: skip
         return [text for said, text in rules if said] + self._hacking(s)
 

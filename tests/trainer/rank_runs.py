@@ -70,6 +70,20 @@ def unequal_ranks(rank: int, world: int) -> dict[str, Any]:
 
     calls = 0
 
+    def sometimes(samples: list[dict[str, Any]]) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 5:
+            raise ConnectionError("the judge does not answer")
+        return counted(samples)
+
+    settings = ("name=judge", "save.every=9")
+    code, _, folder = go(base(), *settings, reward_function=sometimes)
+    saved = sorted(place.name for place in folder.glob("checkpoints/step_*"))
+    found["judge"] = (code, saved, launch(load(list(settings), base()), folder, reward_function=counted)[0])
+    found["judge-straight"] = go(base(), "name=judge-straight", "save.every=9", reward_function=counted)[0]
+    calls = 0
+
     def asked(samples: list[dict[str, Any]]) -> list[float]:
         nonlocal calls
         calls += 1

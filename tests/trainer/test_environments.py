@@ -214,3 +214,7 @@ def test_prompts_that_are_all_held_out_are_told(quick: dict[str, Any], tmp_path:
     quick["data"] = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "heldout")}
     with pytest.raises(DataError, match="every training prompt is also a held-out one"):
         load_rows(Config(**quick).data)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "guess again", "secret": 4}\n')
+    train, heldout, shared = load_rows(Config(**quick).data)
+    assert (len(train), len(heldout), shared) == (1, 1, 1)

@@ -14,7 +14,7 @@ import pytest
 from ppo_kernels.trainer import faults, train
 from ppo_kernels.trainer.settings import load, read_file
 
-from .runs import MARKS, Trial, assert_same, differences, outcome, sha256, start, tree, untimed
+from .runs import MARKS, MISCHIEF, Trial, assert_same, differences, outcome, sha256, start, tree, untimed
 from .soak import soak
 
 pytestmark = MARKS
@@ -197,6 +197,21 @@ def test_from_python_a_resume_is_refused_alike(finished: Trial, tmp_path: Path, 
     assert said.count("is not a run") == 2
     assert tree(finished.folder) == before
     assert not (tmp_path / "none").exists()
+
+
+def test_files_that_changed_since_the_run_began_are_named(models: Path, trial: Trial, tmp_path: Path) -> None:
+    prompts, function = (tmp_path / name for name in ("prompts.jsonl", "reward.py"))
+    shutil.copy(models / "prompts.jsonl", prompts)
+    shutil.copy(MISCHIEF, function)
+    trial.overrides += [f"data.train={prompts}", f"reward.function={function}:score"]
+    assert trial.begin("save:renamed:2").code == -signal.SIGKILL
+    assert trial.resume(fault="save:state:1").err == "ppo-train: resumed at update 2\n"
+    prompts.write_text(prompts.read_text() + '{"prompt": "one more"}\n')
+    function.write_text(function.read_text() + "# changed\n")
+    resumed = trial.resume()
+    assert resumed.code == 0
+    said = f"not to the bit what it would have been: data.train={prompts} has changed, reward.function={function}:score"
+    assert f"ppo-train: {said} has changed\n" in resumed.err
 
 
 def test_fewer_updates_than_were_made_are_refused(finished: Trial) -> None:

@@ -198,10 +198,12 @@ def test_an_evaluation_gives_the_same_answers_for_the_same_weights(world: World)
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(world: World, tmp_path: Path) -> None:
-    rows = Rows([{"prompt": "the film"}, {"prompt": "the film " * 30}], [{"prompt": "her song"}])
+    rows = Rows([{"prompt": "the film"}, {"prompt": "the film " * 30}], [{"prompt": "her song"}], shared=3)
     log = Log(tmp_path, "", [], tensorboard=False, silent=False)
     config = world.config.model_copy(update={"data": world.config.data.model_copy(update={"max_prompt": 20})})
     with Signals() as signals, log:
         given = make_task(config, world.ranks, rows, world.tokenizer, world.roles, signals, log)
     assert given.train == rows.train[:1]
-    assert "1 prompts of more than data.max_prompt=20 tokens left out" in (tmp_path / "events.log").read_text()
+    events = (tmp_path / "events.log").read_text()
+    assert "1 prompts of more than data.max_prompt=20 tokens left out" in events
+    assert "3 training prompts left out: they are held out" in events

@@ -66,6 +66,17 @@ def test_signals_again_and_again_change_nothing(trial: Trial, expected: dict[str
     assert_same(trial, expected)
 
 
+def test_a_reward_function_that_raises_costs_no_update(trial: Trial, expected: dict[str, Any]) -> None:
+    """In update 4: update 3 was not due to be saved."""
+    ended = trial.begin(MISCHIEF="8:raise")
+    assert ended.code == 2
+    assert "reward.function raised ConnectionError: the judge does not answer; once mended, go on with" in ended.err
+    assert verified(trial.folder)[-1] == "step_000003"
+    assert trial.resume(MISCHIEF="1:raise").code == 2
+    assert trial.resume().code == 0
+    assert_same(trial, expected)
+
+
 def test_a_second_signal_ends_it_at_once(trial: Trial, expected: dict[str, Any], tmp_path: Path) -> None:
     flag = tmp_path / "asleep"
     running = trial.beginning(MISCHIEF="7:sleep", ASLEEP=str(flag))

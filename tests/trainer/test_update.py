@@ -189,6 +189,17 @@ def test_one_optimizer_step_per_minibatch_whatever_the_microbatches(world: World
     assert changed(world, before) == {"actor", "critic"}
 
 
+def test_a_policy_that_left_what_it_had_sampled_is_not_trained_on(world: World) -> None:
+    """Every ratio is e^-8: none is above guard.max_ratio."""
+    trajectory, advantages, returns = rollout(world)
+    moved_away = trajectory._replace(logprobs=trajectory.logprobs + 8)
+    before = weights(world)
+    with pytest.raises(Diverged, match=r"the KL since the rollout is 7, above guard.max_kl=5"):
+        run(world, (moved_away, advantages, returns), make("guard.max_skips=2"))
+    assert not changed(world, before)
+    assert run(world, (moved_away, advantages, returns), make("guard.max_kl=8"))["skipped_steps"] == 0
+
+
 def test_a_gradient_that_is_not_finite_is_not_applied(world: World) -> None:
     trajectory, advantages, returns = rollout(world)
     before = weights(world)

@@ -72,6 +72,18 @@ def test_a_reward_that_rises_while_the_independent_metric_falls_is_hacking() -> 
     assert said(first, heldout(10, 0.6, 0.2), heldout(10, 0.6, 0.2)) == []  # said once for each evaluation
 
 
+def test_after_a_resume_it_still_knows_where_the_run_began() -> None:
+    config = load(["eval.metric=vader"])
+    earlier = [WELL | heldout(0, 0.1, 0.5), WELL | {"objective/entropy": 1.0}, {"step": 3.0}]
+    watch = Watch(config, earlier)
+    low = {"objective/entropy": 0.2}
+    assert [remark.split(":")[0] for remark in watch(WELL | low | heldout(10, 0.6, 0.2))] == [
+        "entropy collapsed to 0.20 nats per token, from 3.00",
+        "reward hacking",
+    ]
+    assert Watch(config)(WELL | low | heldout(10, 0.6, 0.2)) == []
+
+
 def test_prompts_learned_by_heart_are_noticed() -> None:
     (remark,) = said(heldout(10, 0.5, 0.5) | {"objective/scores": 0.9})
     assert "training prompts score 0.40 more than held-out ones" in remark
