@@ -100,17 +100,17 @@ def evaluate(task: Task, rows: list[Row], name: str) -> Evaluation:
             task.roles.actor, mine, list(ranks.share(keys)), task.text, task.environment, config, ranks, task.between
         )
         trajectory = score(samples, mine, task.roles, task.reward_function, task.algorithm, task.text, config, ranks)
+        texts = [task.text.decode(ids[keep]) for ids, keep in zip(trajectory.ids, trajectory.attention, strict=True)]
+        columns = {"reward": (trajectory.scores + trajectory.turn_rewards.sum(1)).double().tolist()}
+        if task.metric is not None:
+            given = [
+                {"prompt": row["prompt"], "response": turns[-1], "responses": turns, "row": row, "text": text}
+                for row, turns, text in zip(mine, samples.turns, texts, strict=True)
+            ]
+            judged = rewards.call(task.metric, given, "eval.metric")
+            columns["metric"] = [sum(values) for values in judged]
     length = trajectory.mask.sum(1)
-    texts = [task.text.decode(ids[keep]) for ids, keep in zip(trajectory.ids, trajectory.attention, strict=True)]
-    columns = {"reward": (trajectory.scores + trajectory.turn_rewards.sum(1)).double().tolist()}
     scores = ranks.gather(trajectory.scores.tolist())[:count]
-    if task.metric is not None:
-        given = [
-            {"prompt": row["prompt"], "response": turns[-1], "responses": turns, "row": row, "text": text}
-            for row, turns, text in zip(mine, samples.turns, texts, strict=True)
-        ]
-        judged = rewards.call(task.metric, given, "eval.metric")
-        columns["metric"] = [sum(values) for values in judged]
     columns |= {
         "kl": (trajectory.logprobs - trajectory.ref_logprobs).sum(1).double().tolist(),
         "entropy": (trajectory.entropy.sum(1) / length).double().tolist(),

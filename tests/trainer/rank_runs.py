@@ -68,6 +68,10 @@ def unequal_ranks(rank: int, world: int) -> dict[str, Any]:
     function = {"reward_function": broken} if rank == 1 else {}
     found["error"] = go(base(), "name=error", **function)[:2]
 
+    judge = Path(base()["out"]).parent / f"judge-{rank}.py"
+    judge.write_text(f"def judge(samples):\n    return [1 / (1 - {rank}) if s['response'] else 0.0 for s in samples]\n")
+    found["metric"] = go(base(), "name=metric", f"eval.metric={judge}:judge")[:2]
+
     calls = 0
 
     def sometimes(samples: list[dict[str, Any]]) -> list[float]:

@@ -54,6 +54,8 @@ def test_what_one_rank_meets_ends_all_and_a_resume_is_bit_identical(base: dict[s
     assert "out of cheese" in second["error"][1][0]
     assert first["error"][0] != 0
     assert "out of cheese" in first["error"][1][0]
+    assert (first["metric"][0], second["metric"][0]) == (1, 2)
+    assert "eval.metric raised ZeroDivisionError" in first["metric"][1][0]
     assert (first["judge"][0], second["judge"][0]) == (1, 2)
     assert first["judge"][1:] == (["step_000000", "step_000001"], 0)
     judged, straight = (Path(base["out"]) / name for name in ("judge", "judge-straight"))
