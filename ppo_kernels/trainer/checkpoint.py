@@ -59,7 +59,8 @@ class Progress:
     heldout: dict[str, float] = dataclasses.field(default_factory=dict)  # the last evaluation's
     best: float | None = None  # held-out reward
     seconds: float = 0.0  # of all processes that worked on this run
-    due: bool = True  # saved because save.every said so, not a signal: a rollback may go there
+    due: bool = True  # saved because save.every said so, in good order: a rollback may go there
+    pending: dict[str, float] | None = None  # the numbers of an update whose evaluation failed, and is to be made again
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -214,10 +215,11 @@ class Checkpoints:
         place, old = target.with_name("tmp-best"), target.with_name("tmp-old-best")
         try:
             with self.ranks.together("saving the best actor"):
-                shutil.rmtree(place, ignore_errors=True)
+                if self.ranks.main:
+                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(old, ignore_errors=True)
                 plain_directory(roles.actor.model, self.tokenizer, place, self.ranks)
                 if self.ranks.main:
-                    shutil.rmtree(old, ignore_errors=True)
                     if target.exists():
                         target.rename(old)
                     faults.point("best:swap")

@@ -130,7 +130,7 @@ class EvalConfig(Section):
 
 class GuardConfig(Section):
     max_ratio: float = Field(100.0, gt=1)  # a step in which a token's ratio is larger is not taken
-    max_kl: float = Field(5.0, gt=0)  # nor one before which the tokens' mean KL (k3) since the rollout is larger
+    max_kl: float = Field(5.0, gt=0)  # nats per token (k3) that an update may move before the run goes back
     max_skips: int = Field(3, ge=1)  # steps in a row that may be left out before the run goes back to a checkpoint
     max_rollbacks: int = Field(2, ge=0)  # then the run ends
     raise_kl: float = Field(2.0, ge=1)  # each rollback multiplies the KL coefficient

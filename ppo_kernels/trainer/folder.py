@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 
@@ -22,11 +23,13 @@ import ppo_kernels
 from ppo_kernels.trainer import faults
 from ppo_kernels.trainer.checkpoint import NoCheckpoint, newest_first, update_of
 from ppo_kernels.trainer.config import Config
-from ppo_kernels.trainer.disk import read_json, sha256, write_whole
+from ppo_kernels.trainer.disk import read_json, sample, sha256, write_whole
 from ppo_kernels.trainer.settings import ConfigError, another_run, flat, load, read_file
 
-DECISIVE = ("torch", "transformers", "cpu", "gpu", "threads", "backend")  # what rounding depends on
-FILES = ("data.train", "data.heldout", "data.environment", "reward.function", "eval.metric", "mix.ptx", "mix.sft")
+DECISIVE = ("torch", "transformers", "cpu", "gpu", "threads", "backend", "ranks")  # what rounding depends on
+DATA = ("data.train", "data.heldout")
+FILES = (*DATA, "data.environment", "reward.function", "eval.metric", "mix.ptx", "mix.sft",
+         "model.actor", "model.reference", "model.critic", "reward.model")  # fmt: skip
 
 
 def new_folder(out: Path, name: str, numbered: bool = False) -> Path:
@@ -81,14 +84,15 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "backend": os.environ.get("PPO_KERNELS_BACKEND", "automatic"),
+        "ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     }
 
 
 def input_files(config: Config) -> dict[str, str]:
-    """sha256 of the files that the configuration names, by key."""
+    """A digest of each file and model directory that the configuration names, by key."""
     values = flat(config.model_dump())
-    paths = {key: Path(re.sub(r"(\.py):\w+$", r"\1", str(values[key]))) for key in FILES}
-    return {key: sha256(path) for key, path in paths.items() if path.is_file()}
+    paths = {key: Path(re.sub(r"(\.py):\w+$", r"\1", values[key])) for key in FILES if values[key]}
+    return {key: sha256(path) if path.is_file() else sample(path) for key, path in paths.items() if path.exists()}
 
 
 def obstacles(config: Config, folder: Path) -> list[str]:
@@ -124,11 +128,11 @@ def go_on(config: Config, folder: Path) -> list[str]:
     began, now = read_json(folder / "env.json") or {}, environment()
     others = [f"{key} {now[key]} (was {began[key]})" for key in DECISIVE if key in began and now[key] != began[key]]
     files = input_files(config)
-    others += [
-        f"{key}={given[key]} has changed"
-        for key, digest in began.get("files", {}).items()
-        if files.get(key) != digest and given[key] == saved.get(key)
-    ]
+    written = {key: digest for key, digest in began.get("files", {}).items() if given[key] == saved.get(key)}
+    new = [key for key, digest in written.items() if files.get(key) != digest]
+    others += [f"{key}={given[key]} has changed" for key in new]
+    if set(new) & set(DATA):  # of other prompts; it is made again
+        (folder / "before.json").unlink(missing_ok=True)
     if others:
         said.append(f"not to the bit what it would have been: {', '.join(others)}")
     return said

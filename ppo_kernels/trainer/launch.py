@@ -64,7 +64,7 @@ def launch(
     except (DataError, ModuleNotFoundError) as error:
         return 1, [str(error)]
     except PluginError as error:
-        saved = (Path(found) / "checkpoints").exists()
+        saved = not check and (Path(found) / "checkpoints").exists()
         return 2, [f"{error}; once mended, go on with ppo-train --resume {found}" if saved else str(error)]
     except Failed as error:
         return 3, [str(error)] if ranks.main else []
@@ -75,7 +75,7 @@ def launch(
     except Exception as error:
         if not isinstance(error, DiskFull) and not no_room(error):
             raise
-        begun = (Path(found) / "config.yaml").exists()
+        begun = not check and (Path(found) / "config.yaml").exists()
         then = f"go on with ppo-train --resume {found}" if begun else "begin again"
         return 5, [f"{error}; make room, then {then}"] if ranks.main else []
     finally:
@@ -112,20 +112,21 @@ def with_directories(config: Config, ranks: Ranks) -> Config:
 def _folder(config: Config, folder: Path | None, ranks: Ranks) -> Path | str:
     """The run's folder on every rank, or what is wrong."""
     found: list[Any] = []
-    if ranks.main:
-        try:
-            place = folder or new_folder(Path(config.out), config.name, numbered=config.demo is not None)
-            if folder is None:
-                try:
-                    begin(config, place)
-                except OSError:  # or it would be in the way, and could not be resumed
-                    shutil.rmtree(place, ignore_errors=True)
-                    raise
-            found = [place]
-        except FileExistsError as error:
-            updates = Path(str(error)) / "metrics.jsonl"
-            made = updates.read_bytes().count(b'"stage": "ppo"') if updates.exists() else 0
-            found = [f"{error} has {made} updates; use --resume {error}, or name=..."]
-            if not (Path(str(error)) / "config.yaml").exists():  # not a run, or killed while it began
-                found = [f"{error} is there, but not a run: config.yaml is missing; remove it, or use name=..."]
+    with ranks.together("making the run's folder"):
+        if ranks.main:
+            try:
+                place = folder or new_folder(Path(config.out), config.name, numbered=config.demo is not None)
+                if folder is None:
+                    try:
+                        begin(config, place)
+                    except OSError:  # or it would be in the way, and could not be resumed
+                        shutil.rmtree(place, ignore_errors=True)
+                        raise
+                found = [place]
+            except FileExistsError as error:
+                updates = Path(str(error)) / "metrics.jsonl"
+                made = updates.read_bytes().count(b'"stage": "ppo"') if updates.exists() else 0
+                found = [f"{error} has {made} updates; use --resume {error}, or name=..."]
+                if not (Path(str(error)) / "config.yaml").exists():  # not a run, or killed while it began
+                    found = [f"{error} is there, but not a run: config.yaml is missing; remove it, or use name=..."]
     return ranks.gather(found)[0]  # type: ignore[no-any-return]

@@ -112,17 +112,23 @@ def ppo(
 ) -> Progress:
     """Trains until config.train.updates; returns the progress at the end."""
     config, watch = task.config, Watch(task.config, earlier)
-    while progress.update < config.train.updates:
+    while progress.update < config.train.updates or progress.pending:
         started = time.perf_counter()
         try:
-            stats, progress = ppo_update(task, progress, optimizers, partial(save, progress, now=True))
+            if not progress.pending:
+                stats, progress = ppo_update(task, progress, optimizers, partial(save, progress, now=True))
+                progress.pending = stats
         except Diverged as diverged:
             progress = roll_back(progress, diverged)
             continue
         number = progress.update
         if number % config.eval.every == 0 or number == config.train.updates:
-            progress.heldout = evaluate(number)
-        stats |= progress.heldout
+            try:
+                progress.heldout = evaluate(number)
+            except Exception:
+                save(progress, now=True)
+                raise
+        stats, progress.pending = progress.pending | progress.heldout, None
         progress.seconds += time.perf_counter() - started
         log.step(number, stats, step_line(number, config.train.updates, stats))
         for advice in watch(stats):

@@ -39,7 +39,7 @@ class Policy:
     def hidden(self, ids: torch.Tensor, attention: torch.Tensor, keep: int) -> torch.Tensor:
         """What the head is given at the last `keep` positions, [B, keep, H]; ids, attention [B, S]."""
         with self._adapter():
-            output = self.module(
+            output = self._called()(
                 input_ids=ids, attention_mask=attention, position_ids=positions(attention), logits_to_keep=keep,
                 use_cache=False,
             )  # fmt: skip
@@ -53,9 +53,8 @@ class Policy:
         cache: DynamicCache | None = None,
     ) -> torch.Tensor:
         """The logits of the last `keep` positions, [B, keep, V]; reads and extends the cache if given."""
-        module = self.module if cache is None else self.model
         with self._adapter(), self.head.logits():
-            output = module(
+            output = self._called()(
                 input_ids=ids,
                 attention_mask=attention,
                 position_ids=positions(attention)[:, -ids.shape[1] :],
@@ -64,6 +63,10 @@ class Policy:
                 **({self.cache_name: cache} if cache is not None else {}),
             )
         return output.logits  # type: ignore[no-any-return]
+
+    def _called(self) -> Any:
+        """DDP's forward may meet the other ranks, which call the model as often in training only."""
+        return self.module if torch.is_grad_enabled() else self.model
 
     def _adapter(self) -> contextlib.AbstractContextManager[Any]:
         return self.model.disable_adapter() if self.adapter_off else contextlib.nullcontext()

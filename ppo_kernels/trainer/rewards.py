@@ -67,7 +67,7 @@ def call(function: RewardFunction, samples: list[Sample], name: str) -> list[lis
     """One list of numbers for each sample: one number for the whole, or one for each turn. Raises PluginError."""
     try:
         values = list(function(samples))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{name} raised {type(error).__name__}: {error}") from error
     if len(values) != len(samples):
         raise PluginError(f"{name} returned {len(values)} values for {len(samples)} samples")
@@ -89,7 +89,7 @@ def begin(environment: Callable[[Any], Any], row: Any) -> Any:
     """A row's own environment. Raises PluginError."""
     try:
         return environment(row)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"data.environment raised {type(error).__name__}: {error}") from error
 
 
@@ -97,7 +97,7 @@ def step(environment: Any, response: str) -> tuple[str | None, float]:
     """What the environment replies (None: it is over), and the reward of the turn. Raises PluginError."""
     try:
         answer = environment.step(response)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"data.environment: step raised {type(error).__name__}: {error}") from error
     reply, reward = answer if isinstance(answer, tuple | list) and len(answer) == 2 else ("", None)
     if not (reply is None or isinstance(reply, str)) or not isinstance(reward, numbers.Real):

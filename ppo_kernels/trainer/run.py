@@ -54,9 +54,10 @@ def execute(
     stages += [Stage(*stage) for stage in STAGES]
     with contextlib.ExitStack() as stack:
         said = []
-        if ranks.main:
-            stack.enter_context(locked(folder))
-            said = go_on(resumed, folder) if resumed else []
+        with ranks.together("opening the run's folder"):
+            if ranks.main:
+                stack.enter_context(locked(folder))
+                said = go_on(resumed, folder) if resumed else []
         signals = stack.enter_context(Signals())
         log = stack.enter_context(
             Log(folder, f"ppo_kernels · {folder}", stages, config.log.tensorboard, silent=not ranks.main)
@@ -145,9 +146,10 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
     first = ranks.gather([read_json(folder / "before.json")] if ranks.main else [])[0]
     if not first:  # of the actor as it was loaded, whatever checkpoint is restored below
         first = {name: evaluate(task, rows, name)._asdict() for name, rows in sets.items()}
-        if ranks.main:
-            write_whole(folder / "before.json", json.dumps(first))
-            faults.point("run:before")
+        with ranks.together("writing the first evaluation"):
+            if ranks.main:
+                write_whole(folder / "before.json", json.dumps(first))
+                faults.point("run:before")
     progress = checkpoints.restore(optimizers)
     if progress is None:
         progress = Progress(kl_coef=config.kl.coef, clip=config.ppo.clip, heldout=curve_point(task, 0, folder, log))
@@ -156,11 +158,11 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
         if not checkpoints.save(progress, roles, optimizers):
             raise OSError(28, "the first checkpoint could not be written, so nothing could be resumed")
     else:
-        log.cut(progress.update)
+        log.cut(progress.update - bool(progress.pending))
         log.note(f"resumed at update {progress.update}", loud=True)
     log.end(_one_line(first["heldout"]["estimates"], config))
 
-    saved = progress.update
+    saved = progress.update - bool(progress.pending)
 
     def save(progress: Progress, now: bool = False) -> None:
         nonlocal saved
@@ -173,8 +175,9 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
         better = new and (progress.best is None or reward > progress.best)
         if better and (not config.save.best or checkpoints.save_best(folder / "best", roles)):
             progress.best = reward
-        progress.due = progress.update % config.save.every == 0 and not progress.skips
-        if progress.due or done or asked or now:
+        regular = progress.update % config.save.every == 0
+        progress.due = regular and not progress.skips and not progress.pending
+        if regular or done or asked or now:
             log.sync()
             if checkpoints.save(progress, roles, optimizers):
                 saved = progress.update
@@ -229,21 +232,22 @@ def train(task: Task, folder: Path, log: Log, signals: Signals, facts: dict[str,
         plain_directory(roles.actor.model, task.text.tokenizer, folder / "final", ranks)
         plain_directory(roles.critic.classifier, task.text.tokenizer, folder / "final" / "critic", ranks)
     summary: dict[str, Any] = {}
-    if ranks.main:
-        summary = {
-            "updates": progress.update,
-            "measures": measures(config),
-            "before": {name: first[name]["estimates"] for name in sets},
-            "after": {name: after[name].estimates for name in sets},
-            "prompts": {name: len(rows) for name, rows in sets.items()},
-            "stage_seconds": {view.name: round(view.seconds, 2) for view in log.views[:-1]}
-            | {"PPO": round(progress.seconds, 2), "total": round(log.elapsed(), 2)},
-            "sizes": {"parameters": parameters(roles.actor.model), **facts},
-        }
-        write_whole(folder / "summary.json", json.dumps(summary, indent=1))
-        _write_samples(folder, sets["heldout"], first["heldout"], after["heldout"]._asdict(), config.eval.samples)
-        faults.point("end:report")
-        write_report(folder)
+    with ranks.together("writing the report"):
+        if ranks.main:
+            summary = {
+                "updates": progress.update,
+                "measures": measures(config),
+                "before": {name: first[name]["estimates"] for name in sets},
+                "after": {name: after[name].estimates for name in sets},
+                "prompts": {name: len(rows) for name, rows in sets.items()},
+                "stage_seconds": {view.name: round(view.seconds, 2) for view in log.views[:-1]}
+                | {"PPO": round(progress.seconds, 2), "total": round(log.elapsed(), 2)},
+                "sizes": {"parameters": parameters(roles.actor.model), **facts},
+            }
+            write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+            _write_samples(folder, sets["heldout"], first["heldout"], after["heldout"]._asdict(), config.eval.samples)
+            faults.point("end:report")
+            write_report(folder)
     log.end(str(folder / "report.html"))
     return summary
 

@@ -1,13 +1,15 @@
-"""Ending in time: SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop; a second one ends it at once."""
+"""Ending in time: SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop; a second one, later, ends it at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 from ppo_kernels.trainer.ranks import Ranks
 
+ECHO = 1.0  # seconds: a batch system and torchrun may each pass on the same signal
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -20,6 +22,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.caught: int | None = None
+        self.since = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
@@ -31,9 +34,10 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:
-        if self.caught is not None:
+        if self.caught is None:
+            self.caught, self.since = number, time.monotonic()
+        elif time.monotonic() > self.since + ECHO:
             os._exit(128 + number)
-        self.caught = number
 
     def check(self, ranks: Ranks) -> None:
         """A collective. Raises Stop on every rank once one was asked."""

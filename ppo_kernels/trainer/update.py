@@ -21,7 +21,7 @@ from ppo_kernels.trainer.rollout import Trajectory, response_values
 
 
 class Diverged(Exception):
-    """Too many steps in a row had to be left out; `batch` is the one that did it."""
+    """The update cannot be finished in good order; `batch` is its rollout."""
 
     def __init__(self, problem: str, batch: Trajectory) -> None:
         super().__init__(problem)
@@ -101,7 +101,9 @@ def update(
 ) -> Metrics:
     """All epochs of update `number`; metrics averaged over tokens and steps, and "skips": left out in a row, so far.
 
-    `skips` is where that count starts. Raises Diverged when it reaches guard.max_skips.
+    `skips` is where that count starts; an update's first step, with ratios of 1 whatever came before, does not end it.
+    Raises Diverged when it reaches guard.max_skips, and when the KL since the rollout is above guard.max_kl: no later
+    step of the update would come back.
     """
     config, optimizers = setting.config, setting.optimizers
     parts: list[Metrics] = []
@@ -109,19 +111,24 @@ def update(
     skipped = taken = 0
     names = ("critic",) if number < config.optim.critic_warmup else ("actor", "critic")
     stopped = False
+    steps = config.ppo.epochs * config.ppo.minibatches
     for rows in minibatches(len(batch.mask), config.ppo.epochs, config.ppo.minibatches, config.seed, stream, number):
-        step = number * config.ppo.epochs * config.ppo.minibatches + len(parts)
+        step = number * steps + len(parts)
         metrics = minibatch_gradients(batch, advantages, returns, rows, setting, clip, step, stream)
         norm = optimizers.clip()
         parts.append(metrics)
         norms.append(norm)
+        if metrics["approx_kl_k3"] > config.guard.max_kl:
+            kl, limit = metrics["approx_kl_k3"], config.guard.max_kl
+            raise Diverged(f"the KL since the rollout is {kl:.3g} nats per token, above guard.max_kl={limit:g}", batch)
         problem = explosion(metrics, norm, config)
         stopped = config.ppo.target_kl_stop is not None and metrics["approx_kl_k3"] > config.ppo.target_kl_stop
         if problem:
             skipped, skips = skipped + 1, skips + 1
         elif not stopped:
             optimizers.step(*names)
-            taken, skips = taken + 1, 0
+            taken += 1
+            skips = skips if len(parts) == 1 and steps > 1 else 0
         optimizers.clear()
         if skips >= config.guard.max_skips:
             raise Diverged(f"{skips} optimizer steps in a row left out: {problem}", batch)
@@ -150,8 +157,6 @@ def explosion(metrics: Metrics, norms: tuple[float, float], config: Config) -> s
         return f"the gradient norm is {norms[0]} (actor), {norms[1]} (critic)"
     if metrics["ratio_max"] > config.guard.max_ratio:
         return f"a token's ratio is {metrics['ratio_max']:.3g}, above guard.max_ratio={config.guard.max_ratio:g}"
-    if metrics["approx_kl_k3"] > config.guard.max_kl:  # every ratio near 0: the policy left what it had sampled
-        return f"the KL since the rollout is {metrics['approx_kl_k3']:.3g}, above guard.max_kl={config.guard.max_kl:g}"
     return ""
 
 

@@ -26,7 +26,7 @@ class Watch:
                 self(stats)
 
     def __call__(self, s: Stats) -> list[str]:
-        first = self.first = self.first or s
+        first = self.first or s
         rules = [
             (s["val/first_logprob_drift"] > 1e-3 * (50 if self.config.train.bf16 else 1),
              f"ratio is not 1 before the first step: log-probs moved by {s['val/first_logprob_drift']:.1e}; rollout "
@@ -52,10 +52,10 @@ class Watch:
              f"the critic explains {s['critic/explained_var']:.2f} of the returns' variance, less than a constant "
              "would: set optim.critic_warmup, or raise optim.critic_lr"),
             (s["skipped_steps"] > 0,
-             f"{s['skipped_steps']:.0f} optimizer steps left out: not finite, a ratio above guard.max_ratio="
-             f"{self.config.guard.max_ratio:g}, or a KL above guard.max_kl={self.config.guard.max_kl:g}; "
-             "lower optim.actor_lr"),
+             f"{s['skipped_steps']:.0f} optimizer steps left out: not finite, or a ratio above guard.max_ratio="
+             f"{self.config.guard.max_ratio:g}; lower optim.actor_lr"),
         ]  # fmt: skip
+        self.first = first
         return [text for said, text in rules if said] + self._hacking(s)
 
     def _hacking(self, s: Stats) -> list[str]:

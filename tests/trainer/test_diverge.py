@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ppo_kernels.trainer.checkpoint import is_due
+
 from .runs import MARKS, Trial, assert_same, outcome, sha256, untimed, verified
 
 pytestmark = MARKS
@@ -142,7 +144,7 @@ EXPLOSIVE = ("optim.actor_lr=0.1", "guard.max_ratio=1.2")
 
 def test_steps_that_explode_are_left_out_and_counted(trial: Trial) -> None:
     """Of the two steps of an update the first has ratio 1 and is taken: it leads too far, and the second is not."""
-    trial.overrides += EXPLOSIVE
+    trial.overrides += [*EXPLOSIVE, "guard.max_skips=9"]
     assert trial.begin().code == 0
     assert [row["optimizer_steps"] + row["skipped_steps"] for row in trial.rows()] == [2] * 4
     assert sum(row["skipped_steps"] for row in trial.rows()) > 0
@@ -152,11 +154,23 @@ def test_steps_that_explode_are_left_out_and_counted(trial: Trial) -> None:
 
 
 def test_a_checkpoint_in_the_middle_of_left_out_steps_is_none_to_go_back_to(trial: Trial) -> None:
-    trial.overrides += [*EXPLOSIVE, "save.every=1", "train.updates=3"]
-    assert trial.begin().code == 0
-    skipped = [row["step"] for row in trial.rows() if row["skipped_steps"]]
-    assert skipped
-    assert not {f"step_{step:06d}" for step in skipped if step < 3} & {place.name for place in trial.checkpoints()}
+    """It is one to resume from."""
+    trial.overrides += [*EXPLOSIVE, "save.every=1", "train.updates=3", "guard.max_skips=9"]
+    assert trial.begin("save:begin:4").code == -signal.SIGKILL
+    skipped = {row["step"]: row["skipped_steps"] > 0 for row in trial.rows()}
+    newest = trial.checkpoints()[-1]
+    assert newest.name == "step_000002"
+    assert skipped[2]
+    assert not is_due(newest)
+    assert trial.resume().err == "ppo-train: resumed at update 2\n"
+
+
+def test_steps_left_out_in_updates_one_after_the_other_are_in_a_row(trial: Trial) -> None:
+    """Each update begins with a step from a ratio of 1, which says nothing about the policy."""
+    trial.overrides += [*EXPLOSIVE, "guard.max_rollbacks=0"]
+    ended = trial.begin()
+    assert ended.code == 3
+    assert "3 optimizer steps in a row left out: a token's ratio is" in ended.err
 
 
 def test_explosions_in_a_row_end_the_run(trial: Trial) -> None:
@@ -177,5 +191,5 @@ def test_weights_that_give_no_numbers_are_given_up_too(trial: Trial) -> None:
     ended = trial.begin()
     assert ended.code == 3
     assert "Traceback" not in ended.err
-    assert verified(trial.folder) == ["step_000000"]
+    assert [place.name for place in trial.checkpoints() if is_due(place)] == ["step_000000"]
     assert finite(trial.folder)

@@ -192,14 +192,15 @@ def sharded_run(rank: int, world: int) -> tuple[int, list[str]]:
 @pytest.mark.slow
 @ranks.DISTRIBUTED
 @ranks.ONCE
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_an_environment_that_fails_on_one_rank_leaves_no_other_waiting(
-    quick: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: str, quick: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under FSDP every turn is a collective."""
+    """Under FSDP every turn is a collective; under DDP a forward of what it wraps may be one."""
     file = tmp_path / "echo.py"
     file.write_text(ENVIRONMENT.replace("FAILS", "__import__('torch').distributed.get_rank() == 1"))
     quick["data"] |= {"environment": f"{file}:Echo", "max_turns": 3}
-    quick["train"]["parallel"] = "fsdp"
+    quick["train"]["parallel"] = parallel
     monkeypatch.setenv("PPO_KERNELS_TEST_BASE", json.dumps(quick))
     first, second = ranks.run(sharded_run, 2, tmp_path, limit=90.0)
     assert (first[0], second[0]) == (1, 2)

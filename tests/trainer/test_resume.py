@@ -214,6 +214,28 @@ def test_files_that_changed_since_the_run_began_are_named(models: Path, trial: T
     assert f"ppo-train: {said} has changed\n" in resumed.err
 
 
+def test_held_out_prompts_that_changed_are_judged_anew(models: Path, trial: Trial, tmp_path: Path) -> None:
+    """Before and after are of the same prompts, and a resume comes to its end."""
+    lines = (models / "prompts.jsonl").read_text().splitlines(keepends=True)
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(lines[:3]))
+    trial.overrides += [f"data.heldout={heldout}"]
+    assert trial.begin("save:renamed:2").code == -signal.SIGKILL
+    heldout.write_text("".join(lines[:2]))
+    assert trial.resume().code == 0
+    assert len((trial.folder / "samples.jsonl").read_text().splitlines()) == 2
+
+
+def test_other_weights_under_the_same_name_are_named(models: Path, trial: Trial, tmp_path: Path) -> None:
+    """A reference is in no checkpoint."""
+    shutil.copytree(models / "actor", tmp_path / "reference")
+    trial.overrides += [f"model.reference={tmp_path / 'reference'}"]
+    assert trial.begin("save:renamed:2").code == -signal.SIGKILL
+    weights = tmp_path / "reference" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert f"model.reference={tmp_path / 'reference'} has changed" in trial.resume().err
+
+
 def test_fewer_updates_than_were_made_are_refused(finished: Trial) -> None:
     before = tree(finished.folder)
     ended = finished.resume("train.updates=3")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,8 @@ def test_what_it_may_not(returned: object, message: str) -> None:
 def test_an_error_inside_it_is_named() -> None:
     with pytest.raises(PluginError, match=r"reward.function raised ZeroDivisionError"):
         call(lambda samples: [1 / 0 for _ in samples], [sample()], "reward.function")
+    with pytest.raises(PluginError, match=r"reward.function raised SystemExit: 0"):
+        call(lambda samples: sys.exit(0), [sample()], "reward.function")
 
 
 def test_a_plugin_that_is_not_there_says_what_is(tmp_path: Path) -> None:

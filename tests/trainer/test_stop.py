@@ -67,12 +67,25 @@ def test_signals_again_and_again_change_nothing(trial: Trial, expected: dict[str
 
 
 def test_a_reward_function_that_raises_costs_no_update(trial: Trial, expected: dict[str, Any]) -> None:
-    """In update 4: update 3 was not due to be saved."""
+    """In update 4: update 3 was not due to be saved; and twice in the evaluation after it."""
     ended = trial.begin(MISCHIEF="8:raise")
     assert ended.code == 2
     assert "reward.function raised ConnectionError: the judge does not answer; once mended, go on with" in ended.err
     assert verified(trial.folder)[-1] == "step_000003"
     assert trial.resume(MISCHIEF="1:raise").code == 2
+    for call in (2, 1):
+        assert trial.resume(MISCHIEF=f"{call}:raise").code == 2
+        assert verified(trial.folder)[-1] == "step_000004"
+        assert [row["step"] for row in trial.rows()] == [1, 2, 3]
+    assert trial.resume().code == 0
+    assert_same(trial, expected)
+
+
+def test_an_evaluation_that_fails_between_updates_is_made_again(trial: Trial, expected: dict[str, Any]) -> None:
+    trial.overrides += ["save.every=100"]
+    assert trial.begin(MISCHIEF="6:raise").code == 2
+    assert verified(trial.folder) == ["step_000000", "step_000002"]
+    assert trial.resume("save.every=2", fault="log:metrics:2").code == -signal.SIGKILL
     assert trial.resume().code == 0
     assert_same(trial, expected)
 
@@ -83,6 +96,9 @@ def test_a_second_signal_ends_it_at_once(trial: Trial, expected: dict[str, Any],
     wait_for(flag, running)
     running.send(signal.SIGTERM)
     time.sleep(0.2)
+    running.send(signal.SIGTERM)  # the same, passed on twice
+    time.sleep(1.2)
+    assert running.alive()
     running.send(signal.SIGTERM)
     assert running.wait(limit=5).code == 128 + signal.SIGTERM
     assert verified(trial.folder) == ["step_000000", "step_000002"]

@@ -81,6 +81,7 @@ def test_after_a_resume_it_still_knows_where_the_run_began() -> None:
         "entropy collapsed to 0.20 nats per token, from 3.00",
         "reward hacking",
     ]
+    assert Watch(config, [{"step": 3.0}, *earlier])(WELL | {"objective/entropy": 0.2}) != []
     assert Watch(config)(WELL | low | heldout(10, 0.6, 0.2)) == []
 
 
