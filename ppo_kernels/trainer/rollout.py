@@ -70,11 +70,13 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     finite the last token is: there must be one, and its log-prob ends the update.
     """
     probabilities = torch.softmax(logits.float(), -1)
-    if probabilities.is_cuda and torch.are_deterministic_algorithms_enabled():  # CUDA's cumsum of floats is not
-        probabilities = probabilities.cpu()
-    cumulative = probabilities.cumsum(-1).to(logits.device)
-    total = cumulative[:, -1]
-    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    if torch.are_deterministic_algorithms_enabled():  # sums of integers have no order, CUDA's of floats change theirs
+        cumulative = probabilities.nan_to_num_().mul_(2.0**40).round_().long().cumsum(-1)
+        point = (uniform.double() * cumulative[:, -1]).long()
+    else:
+        cumulative = probabilities.cumsum(-1)
+        total = cumulative[:, -1]
+        point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point[:, None], right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
 
 

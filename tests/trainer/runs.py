@@ -104,7 +104,6 @@ def _run(
         for number, end in enumerate(ends, 1):
             os.dup2(end.fileno(), number)
             end.close()
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
         sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)

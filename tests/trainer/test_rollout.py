@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ def test_the_same_seed_samples_the_same_tokens(world: World) -> None:
     assert not torch.equal(sampled(world, seed=3).ids, sampled(world, seed=4).ids)
 
 
+@pytest.fixture(params=[False, True], ids=["", "deterministic"])
+def determinism(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.use_deterministic_algorithms(request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("determinism")
 def test_a_draw_follows_the_distribution_and_never_takes_a_token_of_probability_0() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 1.0, 2.0, float("-inf")]])
     points = torch.linspace(0, 1, 100_001)[:-1]
@@ -141,6 +150,7 @@ def test_a_draw_follows_the_distribution_and_never_takes_a_token_of_probability_
             one = torch.zeros(1, 5)
             one[0, hole] = float("-inf")
             assert int(draw(one, torch.tensor([point]))) != hole
+    assert int(draw(torch.full((1, 5), float("nan")), torch.tensor([0.5]))) == 4
 
 
 def test_random_numbers_are_a_function_of_their_key_alone() -> None:
