@@ -95,8 +95,8 @@ def logprobs_from_hidden(
         weight: [V, H], as in torch.nn.Linear; hidden's dtype, or under autocast any. It may be tied or frozen.
         bias: [V].
         chunk_bytes: bound on the memory for logits, but for one row of them; default: 256 MiB, on a GPU 4096 rows if
-            that is more. The boundaries of chunks depend on it, V and H alone. (A matrix product may round a row
-            differently in another chunk.)
+            that is more, and what an fp32 sum of a 16-bit weight's gradient would take, if then all rows are one chunk
+            and need none. (A matrix product may round a row differently in another chunk.)
         process_group: the rows of weight and bias are spread over its ranks, as columns of logits are in
             logprobs_from_logits. weight and bias may be DTensors with Shard(0) over it.
         memory: "low" computes gradients by slices of the vocabulary, so that no more than chunk_bytes of a 16-bit

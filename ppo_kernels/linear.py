@@ -7,8 +7,8 @@
             slices of the vocabulary instead of chunks of rows, which needs no fp32 copy of dW.
 
 Only rows that count are computed: those of the mask, and for the gradient (on a CPU) those whose coefficients are not
-0. Chunk boundaries depend on V, H and chunk_bytes alone. dW, and the gradient of the bias, are accumulated in fp32.
-With a shard, weight and bias are this rank's columns, and dH is its part of the sum.
+0. dW, and the gradient of the bias, are accumulated in fp32. With a shard, weight and bias are this rank's columns, and
+dH is its part of the sum.
 """
 
 from __future__ import annotations
@@ -99,11 +99,17 @@ def _places(mask: Tensor | None, known_count: int) -> Tensor | None:
     return mask.nonzero()[:, 0]
 
 
-def _chunk_rows(width: int, head: Head, plan: Plan) -> int:
-    """How many rows of `width` logits the workspace holds: at least one."""
-    row = max(_padded(width), 1) + 2 * head.weight.shape[1]  # and hidden states, and their gradient
+def _chunk_rows(width: int, head: Head, plan: Plan, count: int = 0, summed: bool = False) -> int:
+    """How many rows of `width` logits the workspace holds: at least one.
+
+    By default it holds all `count` rows if that takes no more than the fp32 sum of dW that several chunks need beside
+    it: one chunk needs none, is faster and rounds once. `summed`: dW is asked for.
+    """
+    row = (max(_padded(width), 1) + 2 * head.weight.shape[1]) * head.dtype.itemsize  # and hidden, and its gradient
     least = 1 if plan.chunk_bytes or head.weight.device.type == "cpu" else GPU_CHUNK_ROWS
-    return max(least, (plan.chunk_bytes or CHUNK_BYTES) // (row * head.dtype.itemsize))
+    rows = max(least, (plan.chunk_bytes or CHUNK_BYTES) // row)
+    spared = 4 * head.weight.numel() if summed and head.weight.dtype.itemsize == 2 and not plan.chunk_bytes else 0
+    return max(rows, count) if count * row <= rows * row + spared else rows
 
 
 def _workspace(rows: int, columns: int, head: Head) -> Tensor:
@@ -191,7 +197,7 @@ def grad(
     if plan.low:  # the fp32 sum of a slice's dW takes as much as the workspace
         columns_at_once = (plan.chunk_bytes or CHUNK_BYTES) // (max(hidden.shape[-1], 1) * 4)
         width = min(width, max(1, columns_at_once // MIN_COLUMNS) * MIN_COLUMNS)
-    size = _chunk_rows(width, head, plan)
+    size = _chunk_rows(width, head, plan, rows.count, needs[1] and not plan.low)
     grads = Grads(hidden, weight, bias, head, needs, shard, width, chunks=-(-rows.count // size))
     logits = workspace = _workspace(min(size, rows.count), min(width, columns), head)
     for first in range(0, columns, width):
@@ -226,7 +232,7 @@ def fused(
     inputs = inputs._replace(weight=_check_count(inputs.weight, inputs.valid, plan))
     _, columns, width = _columns(weight, options, shard)
     head = Head(weight, bias, columns, plan.dtype)
-    size = _chunk_rows(width, head, plan)
+    size = _chunk_rows(width, head, plan, rows.count, needs[1] and not plan.low)
     grads = Grads(hidden, weight, bias, head, needs, shard, width, chunks=-(-rows.count // size))
     terms, metrics, *token_grads = _values_alone(inputs, params)
     results = [inputs.advantages.new_full(inputs.advantages.shape, x) for x in pieces.NEUTRAL]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import INTERPRETER
 
-from ppo_kernels import PPOLossConfig, fused_linear_ppo_loss, logprobs_from_hidden
+from ppo_kernels import PPOLossConfig, fused_linear_ppo_loss, heads, linear, logprobs_from_hidden
 
 pytestmark = [
     pytest.mark.cpu_only("the profiler's memory events are those of the CPU"),
@@ -65,6 +65,28 @@ def test_no_allocation_is_beyond_the_chunk_and_one_gradient_of_the_weight():
 
 def test_a_forward_alone_makes_no_gradient_of_the_weight():
     assert largest_allocation(torch.ones(ROWS), grad=False, chunk_bytes=CHUNK) <= CHUNK + SLACK
+
+
+def test_rows_are_one_chunk_where_they_take_no_more_than_an_fp32_sum_of_the_gradient(monkeypatch):
+    added, width = [], 64
+    add, sums = heads.Grads.add, 4 * V * width
+    monkeypatch.setattr(heads.Grads, "add", lambda *a: (added.append(1), add(*a)))
+    monkeypatch.setattr(linear, "CHUNK_BYTES", CHUNK)
+    assert LOGITS / 2 > CHUNK and sums + CHUNK > 1.1 * LOGITS  # noqa: PT018
+
+    def chunks(dtype=torch.bfloat16, frozen=False, **how):
+        added.clear()
+        hidden, weight = torch.randn(ROWS, width, dtype=dtype), torch.randn(V, width, dtype=dtype)
+        hidden.requires_grad_()
+        weight.requires_grad_(not frozen)
+        for call, memory in CALLS[::2]:
+            call(hidden, weight, torch.zeros(ROWS, dtype=torch.long), torch.ones(ROWS), memory=memory, **how).backward()
+        return len(added)
+
+    assert chunks() == 2
+    assert chunks(chunk_bytes=CHUNK) > 2
+    assert chunks(torch.float32) > 2
+    assert chunks(frozen=True) > 2
 
 
 def test_memory_is_for_the_rows_that_count():
