@@ -108,8 +108,9 @@ def _chunk_rows(width: int, head: Head, plan: Plan, count: int = 0, summed: bool
     row = (max(_padded(width), 1) + 2 * head.weight.shape[1]) * head.dtype.itemsize  # and hidden, and its gradient
     least = 1 if plan.chunk_bytes or head.weight.device.type == "cpu" else GPU_CHUNK_ROWS
     rows = max(least, (plan.chunk_bytes or CHUNK_BYTES) // row)
-    spared = 4 * head.weight.numel() if summed and head.weight.dtype.itemsize == 2 and not plan.chunk_bytes else 0
-    return max(rows, count) if count * row <= rows * row + spared else rows
+    needed = summed and head.weight.dtype.itemsize == 2 and not plan.low
+    spared = 4 * head.weight.numel() if needed and not plan.chunk_bytes else 0
+    return count if rows < count <= rows + spared // row else rows
 
 
 def _workspace(rows: int, columns: int, head: Head) -> Tensor:
@@ -197,7 +198,7 @@ def grad(
     if plan.low:  # the fp32 sum of a slice's dW takes as much as the workspace
         columns_at_once = (plan.chunk_bytes or CHUNK_BYTES) // (max(hidden.shape[-1], 1) * 4)
         width = min(width, max(1, columns_at_once // MIN_COLUMNS) * MIN_COLUMNS)
-    size = _chunk_rows(width, head, plan, rows.count, needs[1] and not plan.low)
+    size = _chunk_rows(width, head, plan, rows.count, needs[1])
     grads = Grads(hidden, weight, bias, head, needs, shard, width, chunks=-(-rows.count // size))
     logits = workspace = _workspace(min(size, rows.count), min(width, columns), head)
     for first in range(0, columns, width):
@@ -232,7 +233,7 @@ def fused(
     inputs = inputs._replace(weight=_check_count(inputs.weight, inputs.valid, plan))
     _, columns, width = _columns(weight, options, shard)
     head = Head(weight, bias, columns, plan.dtype)
-    size = _chunk_rows(width, head, plan, rows.count, needs[1] and not plan.low)
+    size = _chunk_rows(width, head, plan, rows.count, needs[1])
     grads = Grads(hidden, weight, bias, head, needs, shard, width, chunks=-(-rows.count // size))
     terms, metrics, *token_grads = _values_alone(inputs, params)
     results = [inputs.advantages.new_full(inputs.advantages.shape, x) for x in pieces.NEUTRAL]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,8 @@ import torch
 for package in ("transformers", "pydantic", "rich", "yaml", "safetensors"):
     pytest.importorskip(package, reason=f"the trainer needs {package}, which is not installed")
 
-from trainer.runs import make_models, tiny, untimed  # noqa: E402
-
-from ppo_kernels.trainer.config import Config  # noqa: E402
-from ppo_kernels.trainer.launch import launch  # noqa: E402
-from ppo_kernels.trainer.settings import load  # noqa: E402
+from trainer.rank_runs import final, go, rows  # noqa: E402
+from trainer.runs import make_models, tiny  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 
@@ -36,21 +32,6 @@ def letters(samples: list[dict[str, Any]]) -> list[float]:
     return [sample["response"].count("e") / (1 + len(sample["response"])) for sample in samples]
 
 
-def go(config: Config, **options: Any) -> Path:
-    assert launch(config, **options) == (0, [])
-    return Path(config.out) / config.name
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "final" / "model.safetensors")
-
-
 def test_a_resume_is_bit_identical(device: str, base: dict[str, Any]) -> None:
     calls = 0
 
@@ -62,21 +43,23 @@ def test_a_resume_is_bit_identical(device: str, base: dict[str, Any]) -> None:
         return letters(samples)
 
     settings = (f"train.device={device}", "train.deterministic=true", "ppo.entropy_coef=0.01", "save.every=9")
-    straight = go(load(["name=straight", *settings], base), reward_function=letters)
-    config = load(["name=broken", *settings], base)
-    assert launch(config, reward_function=unreliable)[0] == 2
-    broken = straight.with_name("broken")
+    code, _, straight = go(base, "name=straight", *settings, reward_function=letters)
+    assert code == 0
+    code, _, broken = go(base, "name=broken", *settings, reward_function=unreliable)
+    assert code == 2
     assert sorted(place.name for place in broken.glob("checkpoints/step_*"))[-1] == "step_000002"
-    assert launch(config, broken, reward_function=letters) == (0, [])
-    assert list(map(untimed, rows(broken))) == list(map(untimed, rows(straight)))
-    assert all(torch.equal(value, weights(broken)[name]) for name, value in weights(straight).items())
+    assert go(base, "name=broken", *settings, folder=broken, reward_function=letters)[0] == 0
+    assert rows(broken) == rows(straight)
+    assert all(torch.equal(value, final(broken)[name]) for name, value in final(straight).items())
 
 
 def test_the_kernels_train_as_plain_pytorch_does(device: str, base: dict[str, Any]) -> None:
     runs = []
     for loss in ("reference", "logits", "linear"):
         settings = (f"name={loss}", f"train.loss={loss}", f"train.device={device}", "ppo.entropy_coef=0.01")
-        runs.append(go(load(list(settings), base)))
+        code, _, folder = go(base, *settings)
+        assert code == 0
+        runs.append(folder)
     for run in runs[1:]:
         for one, other in zip(rows(run), rows(runs[0]), strict=True):
             for key in ("loss/policy_avg", "loss/value_avg", "objective/entropy", "objective/kl"):
@@ -85,8 +68,9 @@ def test_the_kernels_train_as_plain_pytorch_does(device: str, base: dict[str, An
 
 def test_bf16_checkpointed_and_cut_by_tokens(device: str, base: dict[str, Any]) -> None:
     settings = ("train.bf16=true", "train.gradient_checkpointing=true", "ppo.max_tokens=30", "ppo.whiten_rewards=true")
-    folder = go(load([f"train.device={device}", *settings], base))
+    code, _, folder = go(base, f"train.device={device}", *settings)
+    assert code == 0
     for row in rows(folder):
         assert row["val/first_logprob_drift"] < 0.05
         assert row["optimizer_steps"] == 2
-    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights(folder).values())
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in final(folder).values())

@@ -41,7 +41,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sample(folder: Path, size: int = 1 << 16) -> str:
+def fingerprint(folder: Path, size: int = 1 << 16) -> str:
     """A digest of a directory's files by name, size, beginning and end: weights of many gigabytes in no time."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):

@@ -23,7 +23,7 @@ import ppo_kernels
 from ppo_kernels.trainer import faults
 from ppo_kernels.trainer.checkpoint import NoCheckpoint, newest_first, update_of
 from ppo_kernels.trainer.config import Config
-from ppo_kernels.trainer.disk import read_json, sample, sha256, write_whole
+from ppo_kernels.trainer.disk import fingerprint, read_json, sha256, write_whole
 from ppo_kernels.trainer.settings import ConfigError, another_run, flat, load, read_file
 
 DECISIVE = ("torch", "transformers", "cpu", "gpu", "threads", "backend", "ranks")  # what rounding depends on
@@ -92,7 +92,7 @@ def input_files(config: Config) -> dict[str, str]:
     """A digest of each file and model directory that the configuration names, by key."""
     values = flat(config.model_dump())
     paths = {key: Path(re.sub(r"(\.py):\w+$", r"\1", values[key])) for key in FILES if values[key]}
-    return {key: sha256(path) if path.is_file() else sample(path) for key, path in paths.items() if path.exists()}
+    return {key: sha256(path) if path.is_file() else fingerprint(path) for key, path in paths.items() if path.exists()}
 
 
 def obstacles(config: Config, folder: Path) -> list[str]:

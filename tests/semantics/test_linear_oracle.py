@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ppo_kernels import PPOLossConfig, fused_linear_ppo_loss, logprobs_from_hidden
+from ppo_kernels.heads import products_dtype
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 Grads = dict[str, Any]  # the oracle's also say how large the terms are that each is the sum of
@@ -155,10 +156,15 @@ def distance(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want))
 
 
+def luck(dtype: torch.dtype, device: torch.device) -> float:
+    """Where products are made in 16 bits, both sides round at random and plain PyTorch may be lucky in a single draw;
+    test_linear_precision.py holds the mean of many draws to it."""
+    return 2.0 if products_dtype(dtype, device) == dtype else 1.1
+
+
 def assert_grads(got: Grads, want: Grads, plain: Grads, dtype: torch.dtype, scale: float = 1.0) -> None:
     """Frobenius error. fp32: 2e-6 of the gradient, or twice what fp32 products lose, or, where the terms of a sum
-    cancel, two roundings of theirs. bf16, fp16: twice the error of plain PyTorch, for a single draw may be lucky;
-    test_linear_precision.py holds the mean of many draws to it.
+    cancel, two roundings of theirs. bf16, fp16: `luck` times the error of plain PyTorch.
 
     scale: what the oracle's gradients are multiplied by.
     """
@@ -171,7 +177,7 @@ def assert_grads(got: Grads, want: Grads, plain: Grads, dtype: torch.dtype, scal
         bar = {
             torch.float64: 1e-12 * size + 4e-16 * terms,
             torch.float32: max(2e-6 * size, 2 * reached, 2.4e-7 * terms),
-        }.get(dtype, 2 * reached + 2e-6 * size)
+        }.get(dtype, luck(dtype, x.device) * reached + 2e-6 * size)
         assert error <= bar, f"{name}: error {error:.3g} > {bar:.3g} of {size:.3g}, plain PyTorch {reached:.3g}"
 
 

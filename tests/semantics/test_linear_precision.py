@@ -112,7 +112,7 @@ def test_an_fp16_gradient_too_small_for_fp16_survives_under_a_loss_scaler(memory
     for name, x in got.grads.items():
         want = to_numpy(exact.grads[name])
         reached = abs(to_numpy(plain[name].grad) - want)
-        assert abs(to_numpy(x) - want).max() <= 2 * reached.max() + 6e-8, name
+        assert abs(to_numpy(x) - want).max() <= 1.1 * reached.max() + 6e-8, name
     if scale > 1:
         assert all((x != 0).any() for x in got.grads.values())
 
